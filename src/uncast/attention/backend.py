@@ -1,0 +1,99 @@
+"""What a backend is: five methods, one problem.
+
+A backend instance belongs to one `MLAPagedAttention`; `plan` may keep state on it (scratch, launch parameters), `run` and
+`write` may be captured in a CUDA graph. `capability` is asked first and answers from the spec alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from uncast.attention.problem import Problem, ProblemSpec
+
+Scale = float | torch.Tensor | None
+"""A per-layer scale of `fp8_e4m3`: host float, fp32 tensor of one element on the cache's device, or None for 1.0."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Whether a backend can run a spec. `claimed`: its contract covers it; `refused`: `reason` says why in one sentence.
+
+    `verified` is not a backend's to give: a probe on this machine raises `claimed` to it.
+    """
+
+    status: str
+    reason: str = ""
+
+    @classmethod
+    def claimed(cls) -> Capability:
+        return cls("claimed")
+
+    @classmethod
+    def refused(cls, reason: str) -> Capability:
+        return cls("refused", reason)
+
+    @property
+    def ok(self) -> bool:
+        return self.status != "refused"
+
+
+class Backend(ABC):
+    """One way to compute MLA over a paged latent cache."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def capability(self, spec: ProblemSpec) -> Capability:
+        """Whether this backend can run `spec`; no device access, no compile."""
+
+    @abstractmethod
+    def plan(self, problem: Problem) -> None:
+        """Prepares `run` for `problem`: compiles, allocates scratch. Looks at metadata only."""
+
+    @abstractmethod
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        cache: torch.Tensor,
+        *,
+        ckv_scale: Scale,
+        kpe_scale: Scale,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Attention of one layer.
+
+        q_nope [total_q, num_heads, head_dim_ckv], q_pe [total_q, num_heads, head_dim_kpe] (spec.q_data_type; the last
+        dimension is contiguous), cache [num_pages, page_size, row_bytes] uint8; writes out (like q_nope) and, if given, lse
+        [total_q, num_heads] fp32.
+        """
+
+    @abstractmethod
+    def write(
+        self,
+        ckv: torch.Tensor,
+        kpe: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        kv_layout: str,
+        ckv_scale: Scale,
+        kpe_scale: Scale,
+        counters: torch.Tensor | None,
+    ) -> None:
+        """Stores rows: ckv [n, head_dim_ckv], kpe [n, head_dim_kpe] into slot `page * page_size + offset`; a negative slot
+        is skipped. Saturates. `counters` int64 [3] gains the numbers of saturated, subnormal and NaN values."""
+
+    def bytes_read(self, problem: Problem) -> int:
+        """Cache bytes (and bytes of copies of the cache) one `run` reads. Reads lengths, so it may sync: never in a step."""
+        row_bytes = problem.spec.layout.row_bytes
+        return int(problem.kv_len_arr.sum().item()) * row_bytes
+
+    def bytes_written(self, problem: Problem) -> int:
+        """Bytes of copies of the cache one `run` writes; 0 for a backend that reads it as stored."""
+        return 0

@@ -1,0 +1,108 @@
+"""The attention problem: shapes and dtypes (`ProblemSpec`) and one batch's metadata (`Problem`).
+
+Decode, verify and extend are one problem: request `b` owns the query rows `qo_indptr[b]:qo_indptr[b+1]`, which are the
+*last* rows of its `kv_len_arr[b]` cached tokens; causal is bottom-right, so query `i` of `q_len` sees
+`kv_len - q_len + i + 1` rows. The cache is `[num_pages, page_size, row_bytes]` uint8 (or a view of the same bytes), and
+page `j` of request `b` is `kv_indices[kv_indptr[b] + j]`. A block table is the same thing with
+`kv_indptr[b] = b * block_tables.stride(0)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from uncast.latent.layouts import RowLayout, row_layout
+
+MAX_PAGE_SIZE = 128
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ProblemError(ValueError):
+    """A problem that no backend could run: inconsistent shapes, dtypes or sizes."""
+
+
+@dataclass(frozen=True)
+class ProblemSpec:
+    """What a backend has to know to say whether it can run: no tensor, hashable.
+
+    Attributes:
+        num_heads: query heads on this rank, 1..128.
+        head_dim_ckv: latent channels (kv_lora_rank), also the width of the output.
+        head_dim_kpe: rope channels (qk_rope_head_dim).
+        page_size: cache rows per page, a power of two 1..128.
+        kv_layout: a name of `uncast.latent.layouts.LAYOUT_NAMES`.
+        q_data_type: dtype of q_nope, q_pe and the output.
+        causal: bottom-right causal mask; without effect for q_len 1.
+        sm_scale: softmax scale, multiplied to the dot product of 576 (ckv + kpe) channels.
+        max_q_len: upper bound of query rows of one request.
+        device: "cpu" or "cuda".
+        arch: compute capability as major * 10 + minor, 0 on a CPU.
+        return_lse: whether the log-sum-exp is asked for.
+        lse_base: "2" or "e".
+        batch_invariant: a request's bits must not depend on the rest of the batch.
+    """
+
+    num_heads: int
+    head_dim_ckv: int = 512
+    head_dim_kpe: int = 64
+    page_size: int = 64
+    kv_layout: str = "fp8_ds_mla"
+    q_data_type: torch.dtype = torch.bfloat16
+    causal: bool = True
+    sm_scale: float = 576**-0.5
+    max_q_len: int = 1
+    device: str = "cuda"
+    arch: int = 0
+    return_lse: bool = False
+    lse_base: str = "2"
+    batch_invariant: bool = False
+
+    @property
+    def layout(self) -> RowLayout:
+        return row_layout(self.kv_layout, self.head_dim_ckv, self.head_dim_kpe)
+
+    def check(self) -> None:
+        """Raises `ProblemError` in one sentence if the spec is not a possible problem."""
+        if not 1 <= self.num_heads <= 128:
+            raise ProblemError(f"num_heads is {self.num_heads}: allowed are 1 to 128")
+        if not 1 <= self.page_size <= MAX_PAGE_SIZE or self.page_size & (self.page_size - 1):
+            raise ProblemError(f"page_size is {self.page_size}: allowed are powers of two from 1 to {MAX_PAGE_SIZE}")
+        if self.q_data_type not in QUERY_DTYPES:
+            raise ProblemError(f"q_data_type is {self.q_data_type}: allowed are bfloat16, float16 and float32")
+        if self.lse_base not in ("2", "e"):
+            raise ProblemError(f"lse_base is {self.lse_base!r}: allowed are '2' and 'e'")
+        if not self.sm_scale > 0:
+            raise ProblemError(f"sm_scale is {self.sm_scale}: it must be positive")
+        if self.max_q_len < 1:
+            raise ProblemError(f"max_q_len is {self.max_q_len}: it must be at least 1")
+        row_layout(self.kv_layout, self.head_dim_ckv, self.head_dim_kpe)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A spec and the metadata of one batch; all tensors int32 on the spec's device.
+
+    Attributes:
+        spec: shapes and dtypes.
+        qo_indptr: [batch + 1], start of each request's query rows.
+        kv_indptr: [batch + 1], start of each request's entries in `kv_indices`.
+        kv_indices: [any], page numbers; entries past a request's live pages may hold anything.
+        kv_len_arr: [batch], cached tokens incl. this call's; 0 gives output 0 and LSE -inf.
+        total_q: rows of q_nope, `qo_indptr[-1]` (or an upper bound of it, under a captured graph).
+        max_kv_len: an upper bound of `kv_len_arr`, from shapes: it bounds launch grids, never a result.
+    """
+
+    spec: ProblemSpec
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_len_arr: torch.Tensor
+    total_q: int
+    max_kv_len: int
+    num_pages: int | None = field(default=None)
+
+    @property
+    def batch_size(self) -> int:
+        return self.kv_len_arr.shape[0]
