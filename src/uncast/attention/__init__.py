@@ -1,0 +1,17 @@
+"""The attention problem, the wrapper users call, the backend protocol and registry, and the float64 oracle."""
+
+from uncast.attention.backend import Backend, Capability
+from uncast.attention.problem import Problem, ProblemError, ProblemSpec
+from uncast.attention.wrapper import AttentionPlan, ClaimedCapabilityWarning, MLAPagedAttention, Refused
+
+__all__ = [
+    "AttentionPlan",
+    "Backend",
+    "Capability",
+    "ClaimedCapabilityWarning",
+    "MLAPagedAttention",
+    "Problem",
+    "ProblemError",
+    "ProblemSpec",
+    "Refused",
+]

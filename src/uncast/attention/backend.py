@@ -14,8 +14,7 @@ import torch
 
 from uncast.attention.problem import Problem, ProblemSpec
 
-Scale = float | torch.Tensor | None
-"""A per-layer scale of `fp8_e4m3`: host float, fp32 tensor of one element on the cache's device, or None for 1.0."""
+from uncast.latent.codec import Scale
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The latent cache: row layouts in bytes, their codec, the paged pool."""

@@ -1,0 +1,60 @@
+"""Backends by name. A backend is registered by a dotted path and imported on first use, so a missing extra costs nothing.
+
+`gather_cast:<inner>` and `pool_cast:<inner>` are built around another backend's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from uncast.attention.backend import Backend
+
+_BACKENDS: dict[str, str] = {
+    "native": "uncast.backends.native:NativeBackend",
+    "torch_cpu": "uncast.backends.torch_cpu:TorchCpuBackend",
+}
+_WRAPPERS: dict[str, str] = {
+    "gather_cast": "uncast.backends.gather_cast:GatherCastBackend",
+    "pool_cast": "uncast.backends.pool_cast:PoolCastBackend",
+}
+AUTO_ORDER = {"cuda": ("native",), "cpu": ("torch_cpu",)}
+"""What `auto` tries on each device, fastest first."""
+
+
+class UnknownBackend(ValueError):
+    """A backend name that is not registered."""
+
+
+def register(name: str, path: str) -> None:
+    """Adds a backend: `path` is "package.module:Class", a subclass of `Backend`."""
+    if ":" in name:
+        raise ValueError(f"a backend name has no colon: {name!r}")
+    _BACKENDS[name] = path
+
+
+def names() -> list[str]:
+    """Registered names, wrapped forms included."""
+    return [*_BACKENDS, *(f"{wrapper}:{inner}" for wrapper in _WRAPPERS for inner in _BACKENDS)]
+
+
+def create(name: str) -> Backend:
+    """A new instance of the backend `name`.
+
+    Raises:
+        UnknownBackend: in one sentence, with the known names.
+    """
+    wrapper, _, inner = name.partition(":")
+    if inner and wrapper in _WRAPPERS and inner in _BACKENDS:
+        backend = _load(_WRAPPERS[wrapper])(create(inner))
+    elif name in _BACKENDS:
+        backend = _load(_BACKENDS[name])()
+    else:
+        raise UnknownBackend(f"unknown attention backend {name!r}: use auto or one of {', '.join(names())}")
+    if not isinstance(backend, Backend):
+        raise UnknownBackend(f"{name!r} is registered as {type(backend).__name__}, which is not an attention Backend")
+    return backend
+
+
+def _load(path: str):  # type: ignore[no-untyped-def]
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
