@@ -1,0 +1,284 @@
+"""Work split: which CTA computes which tiles of which request, decided on the device from the lengths alone.
+
+Every attention kernel is launched over a grid of *items*; item = (request, split of its KV tiles, block of its query
+rows). The grid is an upper bound computed from shapes, so nothing is synchronised and a CUDA graph may be replayed with
+other lengths; items above the real count exit at once.
+
+    query rows of a request   q_len * num_heads, folded: row = token * num_heads + head, in blocks of `block_rows`
+    KV tiles of a request     ceil(kv_len / 64)
+    chunk                     tiles per split, one number for the whole batch: c0 = ceil(sum(tiles * blocks) / target)
+                              is the smallest that fills `target` CTAs once; of eight candidates c0 .. 2 c0 the one with
+                              the smallest estimated makespan is taken (`estimate` below)
+    splits of a request       ceil(tiles / chunk), at least 1, then evened out
+    order of items            request, split, row block (row blocks of one split are neighbours: they share tiles in L2)
+
+Bounds: items <= target + blocks; partial results exist only for requests with two or more splits, and those have at most
+2 * target items, so scratch depends on the grid and not on the context. Requests with one split write their output
+themselves. `batch_invariant` fixes splits = min(16, ceil(tiles / 16)), a function of the request's own length.
+
+The scheduled groups (request, row block) that need a combine are published in `sched`, int32 [1 + groups, 8]:
+row 0 = (number of groups, ...), row g + 1 = (first output row, rows, splits, first partial block, stride in partial
+blocks between splits). An output row is token * num_heads + head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+TILE = 64
+"""Cache rows per tile."""
+MIN_CHUNK = 2
+"""Fewest tiles of a split: below it, a split's fixed cost exceeds its work."""
+MAX_CHUNK = 1 << 19
+"""Most tiles of a split (33 million rows), where the fp32 division of `ceil_div` is still exact."""
+INVARIANT_CHUNK = 16
+INVARIANT_SPLITS = 16
+CANDIDATES = 8
+SCHED_COLUMNS = 8
+BATCH_BUCKETS = (32, 256, 2048, 16384)
+
+
+class ScheduleError(ValueError):
+    """A batch that the schedule cannot hold."""
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Launch bounds and scratch sizes of one batch shape.
+
+    Attributes:
+        batch, num_heads: of the problem.
+        block_rows: query rows of one item.
+        target: CTAs that run at once.
+        overhead: fixed cost of one item, in tiles.
+        batch_bucket: power of two >= batch that the kernel is compiled for.
+        batch_invariant: see the module.
+        num_items: grid size, an upper bound of the items.
+        partial_blocks: upper bound of the partial results, each [block_rows, 512] fp32 and [block_rows] fp32.
+        num_groups: upper bound of the groups to combine.
+    """
+
+    batch: int
+    num_heads: int
+    block_rows: int
+    target: int
+    overhead: int
+    batch_bucket: int
+    batch_invariant: bool
+    num_items: int
+    partial_blocks: int
+    num_groups: int
+
+    @property
+    def can_split(self) -> bool:
+        """Whether any request can have two splits, that is, whether a combine has to be launched."""
+        return self.partial_blocks > 0
+
+
+def plan_splits(
+    *,
+    batch: int,
+    total_q: int,
+    num_heads: int,
+    block_rows: int,
+    max_kv_len: int,
+    num_ctas: int,
+    batch_invariant: bool = False,
+) -> SplitPlan:
+    """Sizes of one batch shape, from shapes alone.
+
+    Args:
+        batch: requests. total_q: query tokens (upper bound). max_kv_len: upper bound of every length.
+        num_ctas: CTAs of the kernel the device holds at once.
+
+    Raises:
+        ScheduleError: batch beyond the largest bucket.
+    """
+    if batch > BATCH_BUCKETS[-1]:
+        raise ScheduleError(f"batch is {batch}: the native kernels schedule at most {BATCH_BUCKETS[-1]} requests")
+    bucket = next(b for b in BATCH_BUCKETS if batch <= b)
+    blocks = -(-total_q * num_heads // block_rows) + min(batch, total_q)
+    max_tiles = -(-max_kv_len // TILE)
+    overhead = 1 + block_rows // 16
+    if batch_invariant:
+        splits = max(1, min(INVARIANT_SPLITS, -(-max_tiles // INVARIANT_CHUNK)))
+        items = blocks * splits
+        partial = items if splits > 1 else 0
+        groups = blocks if splits > 1 else 0
+    else:
+        splits = max(1, -(-max_tiles // MIN_CHUNK))
+        items = min(num_ctas + blocks, blocks * splits)
+        partial = min(2 * num_ctas, items) if splits > 1 else 0
+        groups = min(num_ctas, blocks) if splits > 1 else 0
+    return SplitPlan(
+        batch, num_heads, block_rows, num_ctas, overhead, bucket, batch_invariant, max(1, items), partial, groups
+    )
+
+
+@dataclass(frozen=True)
+class Item:
+    """One unit of work; `part` is its partial block, -1 if it writes the output itself."""
+
+    request: int
+    row0: int
+    tile0: int
+    tile1: int
+    num_splits: int
+    part: int
+
+
+def choose_chunk(plan: SplitPlan, tiles: Sequence[int], blocks: Sequence[int]) -> int:
+    """The chunk the device takes; the same integer arithmetic as `find_work`."""
+    total = sum(t * r for t, r in zip(tiles, blocks, strict=True))
+    c0 = min(max(MIN_CHUNK, -(-total // plan.target)), MAX_CHUNK)
+    if plan.batch_bucket > 256:
+        return c0
+    longest_request = max(tiles, default=0)
+
+    def estimate(chunk: int) -> int:
+        items = sum(r * max(1, -(-t // chunk)) for t, r in zip(tiles, blocks, strict=True))
+        longest = min(chunk, longest_request) + plan.overhead
+        waves = -(-items // plan.target)
+        return min(waves * longest, -(-(total + items * plan.overhead) // plan.target) + longest)
+
+    candidates = [-(-c0 * (CANDIDATES - 1 + k) // (CANDIDATES - 1)) for k in range(CANDIDATES)]
+    best = min(estimate(c) for c in candidates)
+    return max(c for c in candidates if estimate(c) == best)
+
+
+def reference_items(plan: SplitPlan, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Iterator[Item]:
+    """The items the device computes for these lengths, in order (without the causal cut of `tile1`)."""
+    tiles = [-(-n // TILE) for n in kv_lens]
+    blocks = [-(-q * plan.num_heads // plan.block_rows) for q in q_lens]
+    chunk = choose_chunk(plan, tiles, blocks)
+    part = 0
+    for b, (t, r) in enumerate(zip(tiles, blocks, strict=True)):
+        if plan.batch_invariant:
+            n = max(1, min(INVARIANT_SPLITS, -(-t // INVARIANT_CHUNK)))
+        else:
+            n = max(1, -(-t // chunk))
+        per = max(1, -(-t // n))
+        n = max(1, -(-t // per))
+        for s in range(n):
+            for rb in range(r):
+                index = part + s * r + rb if n > 1 else -1
+                yield Item(b, rb * plan.block_rows, s * per, min(t, s * per + per), n, index)
+        part += n * r if n > 1 else 0
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def ceil_div(a, c):
+    """ceil(a / c) for c > 0, a + c < 2^21, through fp32; exact because the +0.5 outweighs the rounding."""
+    return (((a + c - 1).to(gl.float32) + 0.5) / c.to(gl.float32)).to(gl.int32)
+
+
+@gluon.jit
+def _splits(tiles, chunk, INVARIANT: gl.constexpr):
+    """Splits of requests of `tiles` tiles and the tiles of each split, evened out."""
+    if INVARIANT:
+        n = gl.minimum((tiles + 15) // 16, 16)
+    else:
+        n = ceil_div(tiles, chunk)
+    n = gl.maximum(n, 1)
+    per = gl.maximum(ceil_div(tiles, n), 1)
+    return gl.maximum(ceil_div(tiles, per), 1), per
+
+
+@gluon.jit
+def _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS: gl.constexpr):
+    """Tiles and row blocks of requests `i`; 0 beyond the batch."""
+    ok = i < batch
+    kv = gl.load(kv_len_arr + i, mask=ok, other=0)
+    q = gl.load(qo_indptr + i + 1, mask=ok, other=0) - gl.load(qo_indptr + i, mask=ok, other=0)
+    return (kv + 63) // 64, (q * num_heads + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+
+
+@gluon.jit
+def _choose_chunk(
+    qo_indptr, kv_len_arr, batch, num_heads, target, total, c0,
+    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """`choose_chunk` on the device: all eight candidates at once, batch along the lanes."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, NW], [1, 0])
+    i = gl.arange(0, BATCH, gl.SliceLayout(0, L))
+    k = gl.arange(0, 8, gl.SliceLayout(1, L))
+    tiles, blocks = _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS)
+    chunk = (c0 * (7 + k) + 6) // 7
+    n = gl.maximum(ceil_div(tiles[None, :], chunk[:, None]), 1)
+    items = gl.sum(n * blocks[None, :], 1)
+    longest = gl.minimum(chunk, gl.max(tiles, 0)) + OVERHEAD
+    waves = (items + target - 1) // target
+    work = (total + items * OVERHEAD + target - 1) // target
+    cost = gl.minimum(waves * longest, work + longest)
+    best = gl.min(cost, 0)
+    return gl.max(gl.where(cost == best, chunk, 0), 0)
+
+
+@gluon.jit
+def find_work(
+    item, qo_indptr, kv_len_arr, sched, batch, num_heads, target,
+    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, INVARIANT: gl.constexpr,
+    CAUSAL: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """The work of CTA `item`; called by all `NW` warps of the CTA at its start.
+
+    Returns scalars (valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits, part): rows row0.. of request b
+    (folded, at most BLOCK_ROWS), tiles tile0 <= t < tile1 (empty if tile1 <= tile0), `part` the partial block to write
+    when num_splits > 1. `valid` is false for items beyond the last. Publishes the groups to combine in `sched`.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    i = gl.arange(0, BATCH, L)
+    tiles, blocks = _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS)
+    total = gl.sum(tiles * blocks, 0)
+    chunk = gl.minimum(gl.maximum((total + target - 1) // target, 2), 1 << 19)
+    if not INVARIANT and BATCH <= 256:
+        chunk = _choose_chunk(
+            qo_indptr, kv_len_arr, batch, num_heads, target, total, chunk, BLOCK_ROWS, BATCH, OVERHEAD, NW
+        )
+    n, _ = _splits(tiles, chunk, INVARIANT)
+    ends = gl.associative_scan(n * blocks, 0, _add)
+    split_ends = gl.associative_scan(gl.where(n > 1, n * blocks, 0), 0, _add)
+    group_ends = gl.associative_scan(gl.where(n > 1, blocks, 0), 0, _add)
+    before = ends <= item
+    b = gl.sum(before.to(gl.int32), 0)
+    start = gl.max(gl.where(before, ends, 0), 0)
+    part0 = gl.max(gl.where(before, split_ends, 0), 0)
+    group0 = gl.max(gl.where(before, group_ends, 0), 0)
+    if item == 0:
+        gl.store(sched, gl.max(group_ends, 0))
+    valid = b < batch
+    b = gl.minimum(b, batch - 1)
+    kv_len = gl.load(kv_len_arr + b)
+    q_start = gl.load(qo_indptr + b)
+    q_len = gl.load(qo_indptr + b + 1) - q_start
+    t = (kv_len + 63) // 64
+    num_splits, per = _splits(t, chunk, INVARIANT)
+    rows = q_len * num_heads
+    nb = gl.maximum((rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS, 1)
+    split = (item - start) // nb
+    rb = item - start - split * nb
+    row0 = rb * BLOCK_ROWS
+    tile0 = split * per
+    tile1 = gl.minimum(tile0 + per, t)
+    if CAUSAL:
+        last = gl.minimum(row0 + BLOCK_ROWS, rows) - 1
+        visible = kv_len - q_len + last // num_heads + 1
+        tile1 = gl.minimum(tile1, (gl.maximum(visible, 0) + 63) // 64)
+    part = part0 + split * nb + rb
+    if valid & (num_splits > 1) & (split == 0):
+        entry = sched + (group0 + rb + 1) * 8
+        gl.store(entry, q_start * num_heads + row0)
+        gl.store(entry + 1, gl.minimum(rows - row0, BLOCK_ROWS))
+        gl.store(entry + 2, num_splits)
+        gl.store(entry + 3, part)
+        gl.store(entry + 4, nb)
+    return valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits, part
