@@ -19,15 +19,17 @@ import triton.language as tl
 from uncast.kernels.schedule import SplitPlan
 
 CHANNELS = 128
+LSE_MODES = {"2": 1, "e": 2}
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "lse_mode"])
 def combine_kernel(
-    partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h, num_heads,
-    BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr, LSE_E: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+    partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
+    num_heads, lse_mode, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. `out` [tokens, heads, 512] and, if HAS_LSE, `lse` [tokens, heads] by strides."""
+    """Grid: any number of programs. `out` [tokens, heads, 512] and `lse` [tokens, heads] by strides; lse_mode 0 none, 1 base
+    2, 2 base e."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     units = tl.load(sched) * (BLOCK_ROWS * 4)
@@ -60,12 +62,8 @@ def combine_kernel(
             tok = (flat // num_heads).to(tl.int64)
             head = flat % num_heads
             tl.store(out + tok * out_stride_t + head * out_stride_h + d, acc.to(out.dtype.element_ty))
-            if HAS_LSE:
-                if u % 4 == 0:
-                    value = tl.log2(total) + base
-                    if LSE_E:
-                        value *= LN2
-                    tl.store(lse + tok * lse_stride_t + head * lse_stride_h, value)
+            value = (tl.log2(total) + base) * tl.where(lse_mode == 2, LN2, 1.0)
+            tl.store(lse + tok * lse_stride_t + head * lse_stride_h, value, mask=(lse_mode > 0) & (u % 4 == 0))
 
 
 def launch_combine(
@@ -76,14 +74,14 @@ def launch_combine(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
-    lse_base: str,
+    lse_mode: int,
     num_sms: int,
     pdl: bool,
 ) -> None:
     """Launches the combine of `plan` on the current stream; nothing to do for a plan that cannot split.
 
     out [tokens, heads, 512] (last dimension contiguous), lse fp32 [tokens, heads] or None; the scratch tensors have the
-    sizes of `plan`. `lse_base` is "2" or "e". `pdl`: programmatic dependent launch, sm_90 and newer.
+    sizes of `plan`. `lse_mode` is LSE_MODES[base]. `pdl`: programmatic dependent launch, sm_90 and newer.
     """
     if not plan.can_split:
         return
@@ -100,10 +98,9 @@ def launch_combine(
         0 if lse is None else lse.stride(0),
         0 if lse is None else lse.stride(1),
         plan.num_heads,
+        0 if lse is None else lse_mode,
         BLOCK_ROWS=plan.block_rows,
         SPLITS=32,
-        LSE_E=lse_base == "e",
-        HAS_LSE=lse is not None,
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

@@ -157,10 +157,8 @@ def reference_items(plan: SplitPlan, q_lens: Sequence[int], kv_lens: Sequence[in
     chunk = choose_chunk(plan, tiles, blocks)
     part = 0
     for b, (t, r) in enumerate(zip(tiles, blocks, strict=True)):
-        if plan.batch_invariant:
-            n = max(1, min(INVARIANT_SPLITS, -(-t // INVARIANT_CHUNK)))
-        else:
-            n = max(1, -(-t // chunk))
+        n = min(INVARIANT_SPLITS, -(-t // INVARIANT_CHUNK)) if plan.batch_invariant else -(-t // chunk)
+        n = max(1, n)
         per = max(1, -(-t // n))
         n = max(1, -(-t // per))
         for s in range(n):
@@ -182,12 +180,9 @@ def ceil_div(a, c):
 
 
 @gluon.jit
-def _splits(tiles, chunk, INVARIANT: gl.constexpr):
+def _splits(tiles, chunk, invariant):
     """Splits of requests of `tiles` tiles and the tiles of each split, evened out."""
-    if INVARIANT:
-        n = gl.minimum((tiles + 15) // 16, 16)
-    else:
-        n = ceil_div(tiles, chunk)
+    n = gl.where(invariant != 0, gl.minimum((tiles + 15) // 16, 16), ceil_div(tiles, chunk))
     n = gl.maximum(n, 1)
     per = gl.maximum(ceil_div(tiles, n), 1)
     return gl.maximum(ceil_div(tiles, per), 1), per
@@ -225,26 +220,26 @@ def _choose_chunk(
 
 @gluon.jit
 def find_work(
-    item, qo_indptr, kv_len_arr, sched, batch, num_heads, target,
-    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, INVARIANT: gl.constexpr,
-    CAUSAL: gl.constexpr, NW: gl.constexpr,
+    item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant,
+    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """The work of CTA `item`; called by all `NW` warps of the CTA at its start.
 
-    Returns scalars (valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits, part): rows row0.. of request b
-    (folded, at most BLOCK_ROWS), tiles tile0 <= t < tile1 (empty if tile1 <= tile0), `part` the partial block to write
-    when num_splits > 1. `valid` is false for items beyond the last. Publishes the groups to combine in `sched`.
+    `causal` and `invariant` are 0 or 1. Returns scalars (valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits,
+    part): rows row0.. of request b (folded, at most BLOCK_ROWS), tiles tile0 <= t < tile1 (empty if tile1 <= tile0), `part`
+    the partial block to write when num_splits > 1. `valid` is false for items beyond the last. Publishes the groups to
+    combine in `sched`.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     i = gl.arange(0, BATCH, L)
     tiles, blocks = _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS)
     total = gl.sum(tiles * blocks, 0)
     chunk = gl.minimum(gl.maximum((total + target - 1) // target, 2), 1 << 19)
-    if not INVARIANT and BATCH <= 256:
+    if BATCH <= 256:
         chunk = _choose_chunk(
             qo_indptr, kv_len_arr, batch, num_heads, target, total, chunk, BLOCK_ROWS, BATCH, OVERHEAD, NW
         )
-    n, _ = _splits(tiles, chunk, INVARIANT)
+    n, _ = _splits(tiles, chunk, invariant)
     ends = gl.associative_scan(n * blocks, 0, _add)
     split_ends = gl.associative_scan(gl.where(n > 1, n * blocks, 0), 0, _add)
     group_ends = gl.associative_scan(gl.where(n > 1, blocks, 0), 0, _add)
@@ -261,18 +256,16 @@ def find_work(
     q_start = gl.load(qo_indptr + b)
     q_len = gl.load(qo_indptr + b + 1) - q_start
     t = (kv_len + 63) // 64
-    num_splits, per = _splits(t, chunk, INVARIANT)
+    num_splits, per = _splits(t, chunk, invariant)
     rows = q_len * num_heads
     nb = gl.maximum((rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS, 1)
     split = (item - start) // nb
     rb = item - start - split * nb
     row0 = rb * BLOCK_ROWS
     tile0 = split * per
-    tile1 = gl.minimum(tile0 + per, t)
-    if CAUSAL:
-        last = gl.minimum(row0 + BLOCK_ROWS, rows) - 1
-        visible = kv_len - q_len + last // num_heads + 1
-        tile1 = gl.minimum(tile1, (gl.maximum(visible, 0) + 63) // 64)
+    last = gl.minimum(row0 + BLOCK_ROWS, rows) - 1
+    visible = kv_len - (q_len - 1 - last // num_heads) * causal
+    tile1 = gl.minimum(gl.minimum(tile0 + per, t), (gl.maximum(visible, 0) + 63) // 64)
     part = part0 + split * nb + rb
     if valid & (num_splits > 1) & (split == 0):
         entry = sched + (group0 + rb + 1) * 8
