@@ -1,4 +1,4 @@
-"""What a backend is: five methods, one problem.
+"""What a backend is: `capability`, `plan`, `run`, `write`, and the bytes it moves.
 
 A backend instance belongs to one `MLAPagedAttention`; `plan` may keep state on it (scratch, launch parameters), `run` and
 `write` may be captured in a CUDA graph. `capability` is asked first and answers from the spec alone.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from uncast.attention.problem import Problem, ProblemSpec
-
-from uncast.latent.codec import Scale
+from uncast.latent.codec import Scale, encode_rows, store_rows
+from uncast.latent.layouts import row_layout
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Capability:
 class Backend(ABC):
     """One way to compute MLA over a paged latent cache."""
 
-    name: ClassVar[str]
+    name: str
 
     @abstractmethod
     def capability(self, spec: ProblemSpec) -> Capability:
@@ -72,7 +71,6 @@ class Backend(ABC):
         [total_q, num_heads] fp32.
         """
 
-    @abstractmethod
     def write(
         self,
         ckv: torch.Tensor,
@@ -86,7 +84,13 @@ class Backend(ABC):
         counters: torch.Tensor | None,
     ) -> None:
         """Stores rows: ckv [n, head_dim_ckv], kpe [n, head_dim_kpe] into slot `page * page_size + offset`; a negative slot
-        is skipped. Saturates. `counters` int64 [3] gains the numbers of saturated, subnormal and NaN values."""
+        is skipped. Saturates. `counters` int64 [3] gains the numbers of saturated, subnormal and NaN values.
+
+        This is the reference writer; a backend with a fused kernel overrides it.
+        """
+        layout = row_layout(kv_layout, ckv.shape[-1], kpe.shape[-1])
+        rows = encode_rows(ckv, kpe, layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters)
+        store_rows(cache.view(torch.uint8), rows, slot_mapping)
 
     def bytes_read(self, problem: Problem) -> int:
         """Cache bytes (and bytes of copies of the cache) one `run` reads. Reads lengths, so it may sync: never in a step."""

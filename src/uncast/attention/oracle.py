@@ -53,9 +53,7 @@ def mla_oracle(
         if q_len == 0 or kv_len == 0:
             continue
         rows = request_rows(problem, cache, request)
-        ckv, kpe = decode_rows(
-            rows, spec.layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, dtype=torch.float64
-        )
+        ckv, kpe = decode_rows(rows, spec.layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, dtype=torch.float64)
         scores = q_nope[first:last].double() @ ckv.T + q_pe[first:last].double() @ kpe.T
         scores = scores * spec.sm_scale
         if spec.causal:

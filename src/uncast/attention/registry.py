@@ -22,7 +22,7 @@ AUTO_ORDER = {"cuda": ("native",), "cpu": ("torch_cpu",)}
 
 
 class UnknownBackend(ValueError):
-    """A backend name that is not registered."""
+    """A backend name that is not registered, or one whose package is not installed."""
 
 
 def register(name: str, path: str) -> None:
@@ -57,4 +57,7 @@ def create(name: str) -> Backend:
 
 def _load(path: str):  # type: ignore[no-untyped-def]
     module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise UnknownBackend(f"the attention backend at {path} cannot be imported: {error}") from None

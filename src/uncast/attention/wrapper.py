@@ -1,9 +1,9 @@
 """`MLAPagedAttention`: plan once per batch, run once per layer.
 
-    attention = MLAPagedAttention(backend="auto")
-    plan = attention.plan(qo_indptr, block_tables=tables, seq_lens=lens, num_heads=64, page_size=64, kv_layout="fp8_ds_mla",
-                          sm_scale=0.0625)
-    out = attention.run(q_nope, q_pe, cache)       # absorbed queries [total_q, heads, 512] and [total_q, heads, 64]
+attention = MLAPagedAttention(backend="auto")
+plan = attention.plan(qo_indptr, block_tables=tables, seq_lens=lens, num_heads=64, page_size=64, kv_layout="fp8_ds_mla",
+                      sm_scale=0.0625)
+out = attention.run(q_nope, q_pe, cache)       # absorbed queries [total_q, heads, 512] and [total_q, heads, 64]
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from functools import cached_property
 import torch
 
 from uncast.attention import registry
-from uncast.attention.backend import Backend, Capability
+from uncast.attention.backend import Backend
+from uncast.attention.metadata import check_run, normalise
 from uncast.attention.problem import Problem, ProblemError, ProblemSpec
 from uncast.latent.codec import Scale, check_scale
 
@@ -92,6 +93,17 @@ class MLAPagedAttention:
         if backend != "auto":
             self._impl = registry.create(backend)
 
+    @property
+    def kv_layout(self) -> str:
+        """The planned layout.
+
+        Raises:
+            ProblemError: called before `plan`.
+        """
+        if self._plan is None:
+            raise ProblemError("no layout is known before plan()")
+        return self._plan.problem.spec.kv_layout
+
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -132,7 +144,7 @@ class MLAPagedAttention:
             ProblemError: inconsistent or impossible input.
             Refused: the backend cannot run it; one sentence with the alternatives.
         """
-        problem = _normalise(
+        problem = normalise(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, block_tables, seq_lens,
             ProblemSpec(
                 num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size,
@@ -141,10 +153,19 @@ class MLAPagedAttention:
             ),
             max_q_len, max_kv_len, total_q, num_pages,
         )  # fmt: skip
-        impl, status = self._select(problem.spec)
+        impl = self._select(problem.spec)
+        status = self._status(impl, problem.spec)
         impl.plan(problem)
         self._impl, self._plan = impl, AttentionPlan(impl.name, status, problem, impl)
         return self._plan
+
+    def resolve(self, spec: ProblemSpec) -> str:
+        """The name of the backend that `plan` would choose for `spec`, without a warning for a claimed one.
+
+        Raises:
+            Refused: as `plan`.
+        """
+        return self._select(spec).name
 
     def run(
         self,
@@ -169,7 +190,7 @@ class MLAPagedAttention:
         if self._plan is None or self._impl is None:
             raise ProblemError("run() was called before plan()")
         spec = self._plan.problem.spec
-        _check_run(self._plan.problem, q_nope, q_pe, cache)
+        check_run(self._plan.problem, q_nope, q_pe, cache)
         check_scale(spec.layout, "ckv_scale", ckv_scale)
         check_scale(spec.layout, "kpe_scale", kpe_scale)
         out = torch.empty_like(q_nope, memory_format=torch.contiguous_format) if out is None else out
@@ -201,13 +222,13 @@ class MLAPagedAttention:
             kv_layout=self._plan.problem.spec.kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
         )  # fmt: skip
 
-    def _select(self, spec: ProblemSpec) -> tuple[Backend, str]:
+    def _select(self, spec: ProblemSpec) -> Backend:
         if self.requested != "auto":
             impl = self._impl if self._impl is not None else registry.create(self.requested)
             capability = impl.capability(spec)
             if not capability.ok:
                 raise Refused(f"{impl.name} cannot run this: {capability.reason}{_alternatives(spec, impl.name)}")
-            return impl, self._status(impl, spec)
+            return impl
         reasons: list[str] = []
         able: list[Backend] = []
         for name in registry.AUTO_ORDER[spec.device]:
@@ -220,7 +241,7 @@ class MLAPagedAttention:
         if not able:
             raise Refused(f"no backend can run this on {spec.device} ({'; '.join(reasons)})")
         able.sort(key=lambda impl: not is_verified(impl.name, spec))
-        return able[0], self._status(able[0], spec)
+        return able[0]
 
     def _status(self, impl: Backend, spec: ProblemSpec) -> str:
         if is_verified(impl.name, spec):
@@ -231,9 +252,7 @@ class MLAPagedAttention:
         key = (impl.name, combination(spec))
         if key not in _warned:
             _warned.add(key)
-            warnings.warn(
-                f"{what} is claimed but not verified on this machine", ClaimedCapabilityWarning, stacklevel=4
-            )
+            warnings.warn(f"{what} is claimed but not verified on this machine", ClaimedCapabilityWarning, stacklevel=3)
         return "claimed"
 
 
@@ -243,91 +262,3 @@ def _alternatives(spec: ProblemSpec, asked: str) -> str:
         if name != asked and registry.create(name).capability(spec).ok:
             others.append(name)
     return f"; use {' or '.join(others)}" if others else "; no other backend here can either"
-
-
-def _normalise(
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor | None,
-    kv_indices: torch.Tensor | None,
-    kv_len_arr: torch.Tensor | None,
-    block_tables: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    spec: ProblemSpec,
-    max_q_len: int | None,
-    max_kv_len: int | None,
-    total_q: int | None,
-    num_pages: int | None,
-) -> Problem:
-    csr = (kv_indptr, kv_indices, kv_len_arr)
-    if block_tables is not None and seq_lens is not None and all(t is None for t in csr):
-        if block_tables.dim() != 2 or (block_tables.shape[1] > 1 and block_tables.stride(1) != 1):
-            raise ProblemError(f"block_tables must be [batch, width] with contiguous rows, not {list(block_tables.shape)}")
-        kv_len_arr, width = seq_lens, block_tables.shape[1]
-        stride = block_tables.stride(0) if block_tables.shape[0] > 1 else width
-        size = (block_tables.shape[0] - 1) * stride + width if block_tables.shape[0] else 0
-        kv_indices = block_tables.as_strided((size,), (1,))
-        kv_indptr = torch.arange(block_tables.shape[0] + 1, dtype=torch.int32, device=block_tables.device) * stride
-        max_kv_len = width * spec.page_size if max_kv_len is None else max_kv_len
-    elif block_tables is not None or seq_lens is not None or any(t is None for t in csr):
-        raise ProblemError("give either kv_indptr, kv_indices and kv_len_arr, or block_tables and seq_lens")
-    assert kv_indptr is not None and kv_indices is not None and kv_len_arr is not None
-    _check_metadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-    if max_kv_len is None:
-        max_kv_len = kv_indices.shape[0] * spec.page_size
-    if total_q is None or max_q_len is None:
-        starts = qo_indptr.tolist()
-        lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-        if starts[0] != 0 or min(lengths, default=0) < 0:
-            raise ProblemError("qo_indptr must start at 0 and not decrease")
-        total_q = starts[-1] if total_q is None else total_q
-        max_q_len = max(1, *lengths) if max_q_len is None and lengths else max_q_len or 1
-    device = qo_indptr.device
-    arch = 0
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = major * 10 + minor
-    spec = replace(spec, max_q_len=max_q_len, device=device.type, arch=arch)
-    spec.check()
-    if spec.device not in registry.AUTO_ORDER:
-        raise ProblemError(f"device {spec.device!r} is not supported: use cpu or cuda")
-    return Problem(spec, qo_indptr, kv_indptr, kv_indices, kv_len_arr, total_q, max_kv_len, num_pages)
-
-
-def _check_metadata(qo: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor) -> None:
-    batch = lens.shape[0] if lens.dim() == 1 else -1
-    named = {"qo_indptr": qo, "kv_indptr": indptr, "kv_indices": indices, "kv_len_arr": lens}
-    for name, tensor in named.items():
-        if tensor.dtype != torch.int32:
-            raise ProblemError(f"{name} is {tensor.dtype}: it must be int32")
-        if tensor.dim() != 1:
-            raise ProblemError(f"{name} has shape {list(tensor.shape)}: it must have one dimension")
-        if tensor.device != qo.device:
-            raise ProblemError(f"{name} is on {tensor.device} and qo_indptr on {qo.device}: they must share a device")
-    for name, tensor in (("qo_indptr", qo), ("kv_indptr", indptr)):
-        if tensor.shape[0] != batch + 1:
-            raise ProblemError(f"{name} has {tensor.shape[0]} entries: {batch} requests need {batch + 1}")
-
-
-def _check_run(problem: Problem, q_nope: torch.Tensor, q_pe: torch.Tensor, cache: torch.Tensor) -> None:
-    spec = problem.spec
-    for name, tensor, width in (("q_nope", q_nope, spec.head_dim_ckv), ("q_pe", q_pe, spec.head_dim_kpe)):
-        if tensor.dim() != 3 or tuple(tensor.shape[1:]) != (spec.num_heads, width):
-            raise ProblemError(f"{name} is {list(tensor.shape)}: the plan is for [{problem.total_q}, {spec.num_heads}, {width}]")
-        if tensor.shape[0] != problem.total_q:
-            raise ProblemError(f"{name} has {tensor.shape[0]} rows: the plan is for {problem.total_q}")
-        if tensor.dtype != spec.q_data_type:
-            raise ProblemError(f"{name} is {tensor.dtype}: the plan is for {spec.q_data_type}")
-        if width > 1 and tensor.stride(-1) != 1:
-            raise ProblemError(f"{name}'s last dimension is not contiguous (stride {tensor.stride(-1)})")
-        if tensor.device != problem.qo_indptr.device:
-            raise ProblemError(f"{name} is on {tensor.device}: the plan is for {problem.qo_indptr.device}")
-    row_bytes = spec.layout.row_bytes
-    if cache.dim() != 3 or cache.shape[1] != spec.page_size or cache.shape[2] * cache.element_size() != row_bytes:
-        raise ProblemError(
-            f"cache is {cache.dtype} {list(cache.shape)}: {spec.kv_layout} needs [num_pages, {spec.page_size}, "
-            f"{row_bytes} bytes]"
-        )
-    if not cache.is_contiguous():
-        raise ProblemError("cache must be contiguous: [num_pages, page_size, row_bytes]")
-    if cache.device != problem.qo_indptr.device:
-        raise ProblemError(f"cache is on {cache.device}: the plan is for {problem.qo_indptr.device}")

@@ -1,0 +1,1 @@
+"""From tokens to text: the model runner over the paged pool, sampling, stopping, streaming."""

@@ -66,7 +66,7 @@ def ds_mla_scales(ckv: torch.Tensor) -> torch.Tensor:
     Source: FlashMLA's `tests/quant.py` and vLLM's `concat_and_cache_ds_mla`. NaN and infinities do not count for amax, so a
     tile that holds one keeps a finite scale.
     """
-    tiles = ckv.to(torch.float32).unflatten(-1, (-1, DS_MLA_TILE))
+    tiles = ckv.to(torch.float32).reshape(*ckv.shape[:-1], -1, DS_MLA_TILE)
     amax = tiles.abs().masked_fill(~tiles.isfinite(), 0.0).amax(-1)
     return ceil_pow2((amax / e4m3.E4M3_MAX).clamp_min(DS_MLA_MIN_SCALE))
 
@@ -135,7 +135,7 @@ def decode_rows(
         return _multiply(ckv, ckv_scale), _multiply(kpe, kpe_scale)
     scales = ckv_bytes[:, layout.scale_offset :].contiguous().view(torch.float32).to(dtype)
     ckv = e4m3.decode(ckv_bytes[:, : layout.scale_offset]).to(dtype)
-    ckv = ckv.unflatten(-1, (layout.num_tiles, DS_MLA_TILE)).mul_(scales[..., None]).flatten(-2)
+    ckv = ckv.view(-1, layout.num_tiles, DS_MLA_TILE).mul_(scales[..., None]).view(-1, layout.kv_lora_rank)
     return ckv, kpe_bytes.contiguous().view(torch.bfloat16).to(dtype)
 
 

@@ -1,0 +1,1 @@
+"""One config-driven MLA decoder for every family: `ModelConfig` in, logits out."""

@@ -38,12 +38,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     return clamped.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def has_nan(codes: torch.Tensor) -> bool:
-    """Whether any code of a non-empty uint8 tensor is NaN."""
-    return bool((codes & 0x7F).amax() == NAN_CODE)
-
-
-def decode(codes: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def decode(codes: torch.Tensor, *, out: torch.Tensor | None = None, bits: torch.Tensor | None = None) -> torch.Tensor:
     """float32 values (same shape) of uint8 codes, exact, NaN codes as NaN.
 
     The e4m3 fields are moved into fp16's by integer operations, which torch vectorises on a CPU (its own float8 conversion
@@ -52,12 +47,15 @@ def decode(codes: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Ten
     Args:
         codes: uint8, any shape and strides.
         out: float32 of the same shape to write into.
+        bits: int16 scratch of the same shape.
     """
-    high = codes.view(torch.int8).to(torch.int16)  # sign-extended: bit 15 is the sign
-    bits = high.bitwise_left_shift(7).bitwise_and_(0x3F80)
-    bits.bitwise_or_(high.bitwise_and_(-0x8000))
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device) if out is None else out
+    bits = torch.empty(codes.shape, dtype=torch.int16, device=codes.device) if bits is None else bits
+    bits.copy_(codes.view(torch.int8))  # sign-extended: after the shift, bits 15 and 14 are the sign
+    bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)
     values.copy_(bits.view(torch.float16)).mul_(_FP16_SCALE)
-    if codes.numel() and has_nan(codes):
-        values.masked_fill_((codes & 0x7F) == NAN_CODE, float("nan"))
+    if values.numel():
+        low, high = torch.aminmax(values)
+        if float(high) > E4M3_MAX or float(low) < -E4M3_MAX:  # NaN's fields read as 480
+            values.masked_fill_(values.abs() > E4M3_MAX, float("nan"))
     return values

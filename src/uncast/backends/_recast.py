@@ -1,0 +1,40 @@
+"""What `gather_cast` and `pool_cast` share: an inner backend over a BF16 copy of FP8 rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from uncast.attention.backend import Backend, Capability
+from uncast.attention.problem import ProblemSpec
+from uncast.latent.codec import Scale, decode_rows
+from uncast.latent.layouts import RowLayout, row_layout
+
+CHUNK_ROWS = 4096
+
+
+def inner_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The problem the inner backend sees: the same over `bf16` rows."""
+    return replace(spec, kv_layout="bf16")
+
+
+def recast_capability(name: str, inner: Backend, spec: ProblemSpec) -> Capability:
+    if not spec.layout.is_fp8:
+        return Capability.refused(f"{name} casts FP8 rows to BF16, and layout {spec.kv_layout} is not FP8")
+    return inner.capability(inner_spec(spec))
+
+
+def cast_rows(rows: torch.Tensor, layout: RowLayout, ckv_scale: Scale, kpe_scale: Scale, out: torch.Tensor) -> None:
+    """Writes the BF16 values of rows (uint8 [n, row_bytes]) to out (uint8 [n, bf16 row_bytes]), in chunks."""
+    rank = layout.kv_lora_rank
+    target = out.view(torch.bfloat16)
+    for start in range(0, rows.shape[0], CHUNK_ROWS):
+        part = slice(start, start + CHUNK_ROWS)
+        ckv, kpe = decode_rows(rows[part], layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+        target[part, :rank] = ckv
+        target[part, rank:] = kpe
+
+
+def bf16_row_bytes(spec: ProblemSpec) -> int:
+    return row_layout("bf16", spec.head_dim_ckv, spec.head_dim_kpe).row_bytes

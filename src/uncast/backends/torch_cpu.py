@@ -1,0 +1,142 @@
+"""`torch_cpu`: reads FP8 pages block by block into a bounded scratch, never the pool.
+
+Scratch: `BLOCK_ROWS` rows as bytes, as fp16 bits and as float32, and the scores of one block for at most `QUERY_ROWS` query
+rows (heads x queries). It depends on neither the pool nor the context.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from uncast.attention.backend import Backend, Capability
+from uncast.attention.problem import Problem, ProblemSpec
+from uncast.latent.codec import Scale
+from uncast.latent.layouts import DS_MLA_TILE
+from uncast.numerics import e4m3
+
+BLOCK_ROWS = 512
+QUERY_ROWS = 2048
+
+
+class TorchCpuBackend(Backend):
+    """Online softmax in float32 over blocks of `BLOCK_ROWS` rows; every request is computed on its own."""
+
+    name = "torch_cpu"
+
+    def capability(self, spec: ProblemSpec) -> Capability:
+        if spec.device != "cpu":
+            return Capability.refused(f"torch_cpu runs on cpu, not on {spec.device}")
+        return Capability.claimed()
+
+    def __init__(self) -> None:
+        self._spec: tuple[object, ...] = ()
+
+    def plan(self, problem: Problem) -> None:
+        self._problem = problem
+        spec = problem.spec
+        key = (spec.layout, spec.page_size)
+        if key != self._spec:
+            self._spec, self._scratch = key, _Scratch(spec)
+        self._qo = problem.qo_indptr.tolist()
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        cache: torch.Tensor,
+        *,
+        ckv_scale: Scale,
+        kpe_scale: Scale,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        problem, spec = self._problem, self._problem.spec
+        starts, lengths = problem.kv_indptr.tolist(), problem.kv_len_arr.tolist()
+        query_scale = (spec.sm_scale * _value(ckv_scale), spec.sm_scale * _value(kpe_scale))
+        step = max(1, QUERY_ROWS // spec.num_heads)
+        for request, kv_len in enumerate(lengths):
+            first, last = self._qo[request], self._qo[request + 1]
+            pages = problem.kv_indices[starts[request] : starts[request] + -(-kv_len // spec.page_size)]
+            for begin in range(first, last, step):
+                end = min(begin + step, last)
+                visible = kv_len - (last - end) if spec.causal else kv_len
+                query = torch.cat(
+                    [q_nope[begin:end].float() * query_scale[0], q_pe[begin:end].float() * query_scale[1]], dim=-1
+                )
+                result, row_lse = _attend(query, cache, pages, visible, spec, self._scratch)
+                out[begin:end] = result.mul_(_value(ckv_scale))
+                if lse is not None:
+                    lse[begin:end] = row_lse if spec.lse_base == "e" else row_lse / math.log(2.0)
+
+
+def _value(scale: Scale) -> float:
+    return 1.0 if scale is None else float(scale)
+
+
+class _Scratch:
+    """Buffers of one block of rows, made once and reused."""
+
+    def __init__(self, spec: ProblemSpec) -> None:
+        layout = spec.layout
+        self.layout, self.rank = layout, spec.head_dim_ckv
+        self.pages_per_block = max(1, BLOCK_ROWS // spec.page_size)
+        rows = self.pages_per_block * spec.page_size
+        width = layout.kv_lora_rank + layout.qk_rope_head_dim
+        self.bytes = torch.empty((self.pages_per_block, spec.page_size, layout.row_bytes), dtype=torch.uint8)
+        self.bits = torch.empty((rows, width), dtype=torch.int16) if layout.is_fp8 else None
+        self.keys = torch.empty((rows, width))
+
+    def read(self, cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Tensor:
+        """float32 [count, rank + rope]: the first `count` rows of `pages`, external scales left out."""
+        layout, rank = self.layout, self.rank
+        stored = self.bytes[: pages.shape[0]]
+        torch.index_select(cache, 0, pages, out=stored)
+        rows, keys = stored.view(-1, layout.row_bytes)[:count], self.keys[:count]
+        if layout.ckv_dtype == "fp32":
+            return rows.view(torch.float32)
+        if self.bits is None:
+            return keys.copy_(rows.view(torch.bfloat16))
+        if layout.has_external_scales:
+            return e4m3.decode(rows, out=keys, bits=self.bits[:count])
+        e4m3.decode(rows[:, : layout.scale_offset], out=keys[:, :rank], bits=self.bits[:count, :rank])
+        scales = rows[:, layout.scale_offset : layout.kpe_offset].view(torch.float32)
+        keys[:, :rank].view(-1, layout.num_tiles, DS_MLA_TILE).mul_(scales[..., None])
+        keys[:, rank:] = rows[:, layout.kpe_offset :].view(torch.bfloat16)
+        return keys
+
+
+def _attend(
+    query: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, visible: int, spec: ProblemSpec, scratch: _Scratch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of query [n, heads, 576] (scales folded in) over the first `visible` rows; the last query sees all of them.
+
+    Returns out [n, heads, head_dim_ckv] in units of the stored codes and lse [n, heads] (base e), float32.
+    """
+    queries, heads, width = query.shape
+    rank = spec.head_dim_ckv
+    flat = query.view(queries * heads, width)
+    top = torch.full((queries * heads, 1), -math.inf)
+    total = torch.zeros(queries * heads, 1)
+    acc = torch.zeros(queries * heads, rank)
+    first_limit = visible - queries + 1 if spec.causal else visible
+    rows_per_block = scratch.pages_per_block * spec.page_size
+    for start in range(0, max(visible, 0), rows_per_block):
+        count = min(rows_per_block, visible - start)
+        first_page = start // spec.page_size
+        keys = scratch.read(cache, pages[first_page : first_page + -(-count // spec.page_size)], count)
+        scores = flat @ keys.T
+        if start + count > first_limit:
+            limit = torch.arange(first_limit, first_limit + queries).repeat_interleave(heads)[:, None]
+            scores.masked_fill_(torch.arange(start, start + count)[None, :] >= limit, -math.inf)
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        base = new_top.masked_fill(new_top == -math.inf, 0.0)
+        weights = scores.sub_(base).exp_()
+        keep = (top - base).exp_()
+        total.mul_(keep).add_(weights.sum(-1, keepdim=True))
+        acc.mul_(keep).addmm_(weights, keys[:, :rank])
+        top = new_top
+    row_lse = (top + total.log()).view(queries, heads)
+    acc.div_(total.masked_fill_(total == 0, 1.0))
+    return acc.view(queries, heads, rank), row_lse

@@ -1,0 +1,140 @@
+"""`uncast generate PROMPT`: stream text, then say which cache bytes the last step needed, read and would have cast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from uncast.attention import ProblemError, Refused
+from uncast.attention.registry import UnknownBackend
+from uncast.checkpoints.bundled import BUNDLED, model_folder
+from uncast.checkpoints.load import load_config, load_model
+from uncast.checkpoints.source import CheckpointError, read_json
+from uncast.cli.main import UsageError
+from uncast.cli.summary import print_summary, summary
+from uncast.engine.generate import Generation, RequestError, stream
+from uncast.engine.runner import ModelRunner, RunnerError
+from uncast.engine.sampler import SamplingError, SamplingParams
+from uncast.engine.tokenizer import TemplateError, Tokenizer
+from uncast.latent.layouts import LAYOUT_NAMES, LayoutError
+from uncast.models.decoder import MLADecoder
+
+_ERRORS = (
+    CheckpointError, LayoutError, ProblemError, Refused, RequestError, RunnerError, SamplingError, TemplateError,
+    UnknownBackend, ValueError,
+)  # fmt: skip
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    parser = argparse.ArgumentParser(
+        prog="uncast generate",
+        description="Generate text from a prompt with an MLA model whose latent cache is read as it is stored.",
+        epilog='example: uncast generate "It is a truth" --max-tokens 80 --kv-cache-dtype fp8_ds_mla --json',
+    )
+    parser.add_argument("prompt", help="the text to continue, or with --chat the user's message")
+    parser.add_argument(
+        "--model", default="tiny-glm", help=f"a Hugging Face folder, or one of {', '.join(BUNDLED)} (default)"
+    )
+    parser.add_argument("--chat", action="store_true", help="render the prompt with the model's chat template")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", *LAYOUT_NAMES),
+        help="layout of the latent cache (default: auto)",
+    )
+    parser.add_argument(
+        "--attention-backend", default="auto", help="auto, torch_cpu, gather_cast:torch_cpu, pool_cast:torch_cpu, ..."
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
+    parser.add_argument(
+        "--temperature", type=float, help="0 is greedy (default: the model's generation_config.json, else 0)"
+    )
+    parser.add_argument("--top-k", type=int, help="sample from the k best tokens; 0 is off")
+    parser.add_argument("--top-p", type=float, help="sample from the smallest set with this probability; 1 is off")
+    parser.add_argument("--min-p", type=float, help="drop tokens under this share of the best one; 0 is off")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampler (default: 0)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated"
+    )
+    parser.add_argument(
+        "--page-size", type=int, default=64, help="cache rows per page, a power of two 1..128 (default: 64)"
+    )
+    parser.add_argument("--kv-pool-tokens", type=int, help="rows of the KV pool (default: what the request needs)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command; see `uncast generate --help`."""
+    args = build_parser().parse_args(argv)
+    try:
+        return _run(args)
+    except _ERRORS as error:
+        raise UsageError(str(error)) from error
+
+
+def _run(args: argparse.Namespace) -> int:
+    folder = model_folder(args.model)
+    config = load_config(folder)
+    tokenizer = Tokenizer(folder)
+    params = _sampling(args, folder)
+    ids = tokenizer.chat([{"role": "user", "content": args.prompt}]) if args.chat else tokenizer.encode(args.prompt)
+    if args.max_tokens < 1:
+        raise RequestError(f"max_tokens is {args.max_tokens}: at least 1 is needed")
+    pool_tokens = len(ids) + args.max_tokens if args.kv_pool_tokens is None else args.kv_pool_tokens
+    if args.page_size < 1:
+        raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
+    model = load_with_bar(folder, config.num_layers, quiet=args.json)
+    runner = ModelRunner(
+        model,
+        kv_layout=args.kv_cache_dtype,
+        attention_backend=args.attention_backend,
+        num_pages=max(1, -(-pool_tokens // args.page_size)),
+        page_size=args.page_size,
+    )
+    result = Generation(prompt_tokens=len(ids))
+    pieces = stream(runner, tokenizer, ids, params, max_tokens=args.max_tokens, stop=args.stop, result=result)
+    for piece in pieces:
+        if not args.json:
+            print(piece, end="", flush=True)
+    facts = summary(runner, result)
+    if args.json:
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        print()
+        print_summary(facts, runner, result)
+    return 0
+
+
+def _sampling(args: argparse.Namespace, folder: Path) -> SamplingParams:
+    path = folder / "generation_config.json"
+    defaults = read_json(path) if path.is_file() else {}
+    sampled = bool(defaults.get("do_sample", False))
+
+    def pick(name: str, off: float) -> float:
+        given = getattr(args, name)
+        if given is not None:
+            return float(given)
+        return float(defaults.get(name) or off) if sampled else off
+
+    temperature = pick("temperature", 1.0 if sampled else 0.0)
+    return SamplingParams(temperature, int(pick("top_k", 0)), pick("top_p", 1.0), pick("min_p", 0.0), args.seed)
+
+
+def load_with_bar(folder: Path, layers: int, *, quiet: bool = False) -> MLADecoder:
+    """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar on stderr."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} layers"))
+    console = Console(file=sys.stderr, quiet=quiet)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"loading {folder.name}", total=layers)
+        return load_model(folder, dtype=dtype, device=device, progress=lambda done, _: bar.update(task, completed=done))

@@ -1,0 +1,64 @@
+"""`uncast COMMAND`: finds the command, turns known errors into one sentence on stderr and exit code 1 or 2."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from uncast.version import __version__
+
+COMMANDS = {
+    "generate": ("uncast.cli.generate", "generate text from a prompt and account for the cache bytes"),
+    "bench": ("uncast.cli.bench", "measure attention and decoding"),
+}
+TORCH_HINT = "this command needs torch: pip install 'uncast[torch]'"
+
+
+class UsageError(Exception):
+    """Bad input that a command found; the message is one sentence."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The top-level parser; a command's own options live in its module."""
+    parser = argparse.ArgumentParser(
+        prog="uncast",
+        description="MLA models with an FP8 latent cache read as it is stored: never cast, never copied.",
+        epilog='example: uncast generate "It was a dark night" --max-tokens 100',
+    )
+    parser.add_argument("--version", action="version", version=f"uncast {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, help_text) in COMMANDS.items():
+        commands.add_parser(name, help=help_text, add_help=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0, 1 for an error of the work, 2 for bad usage, 130 for an interrupt."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    known, rest = build_parser().parse_known_args(arguments)
+    try:
+        module = importlib.import_module(COMMANDS[known.command][0])
+        code: int = module.run(rest)
+        return code
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "numpy", "safetensors", "tokenizers", "jinja2"):
+            return _fail(TORCH_HINT, 1)
+        raise
+    except UsageError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"uncast: {sentence}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The byte accounting at the end of `uncast generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from uncast.engine.generate import Generation
+from uncast.engine.runner import ModelRunner
+
+
+def summary(runner: ModelRunner, result: Generation) -> dict[str, Any]:
+    """The `--json` object. Bytes are of the last step, over all layers; a step's copies count once read, once written."""
+    step = result.step_bytes
+    assert step is not None
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "prompt_tokens": result.prompt_tokens,
+        "finish_reason": result.finish_reason,
+        "tokens_per_s": round(result.tokens_per_s, 2),
+        "kv_bytes_per_token_layer": runner.pool.layout.row_bytes,
+        "kv_bytes_read_per_step": step.read,
+        "kv_bytes_needed_per_step": step.needed,
+        "kv_bytes_written_per_step": step.written,
+        "pool_cast_bytes_per_step": step.pool_cast,
+        "saturated_subnormal_nan": runner.counters.tolist(),
+        "attention_backend": runner.attention_backend,
+        "kv_cache_dtype": runner.pool.layout.name,
+    }
+
+
+def print_summary(facts: dict[str, Any], runner: ModelRunner, result: Generation) -> None:
+    """A table of the same facts for a reader, on stdout."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    rows = runner.pool.num_pages * runner.page_size
+    read, needed, cast = (
+        facts["kv_bytes_read_per_step"],
+        facts["kv_bytes_needed_per_step"],
+        facts["pool_cast_bytes_per_step"],
+    )
+    table.add_row(
+        "tokens", f"{result.tokens} new after {result.prompt_tokens} of prompt, {result.tokens_per_s:.1f} tokens/s"
+    )
+    table.add_row("cache", f"{facts['kv_cache_dtype']}, {facts['kv_bytes_per_token_layer']} B per token and layer")
+    table.add_row("attention", f"{facts['attention_backend']}, {runner.model.config.num_layers} layers")
+    table.add_row("cache bytes needed", f"{needed:,} B in the last step (live rows, read once)")
+    ratio = f", {read / needed:.2f}x needed" if needed else ""
+    table.add_row("cache bytes read", f"{read:,} B{ratio}")
+    if facts["kv_bytes_written_per_step"]:
+        table.add_row("copies written", f"{facts['kv_bytes_written_per_step']:,} B")
+    if cast:
+        table.add_row("a pool cast", f"would have moved {cast:,} B (this pool of {rows:,} tokens to BF16, every layer)")
+    saturated, _, nan = facts["saturated_subnormal_nan"]
+    if saturated or nan:
+        table.add_row("warning", f"{saturated} values saturated and {nan} were NaN when written to the cache")
+    Console(highlight=False).print(table)

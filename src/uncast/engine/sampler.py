@@ -1,0 +1,73 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+class SamplingError(ValueError):
+    """A sampling parameter out of range; names the field, what was given and what is allowed."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request chooses tokens.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: the k best; 0 is off.
+        top_p: the smallest set whose probability reaches p; 1 is off.
+        min_p: at least min_p times the best token's probability; 0 is off.
+        seed: of this request's own generator; None draws one.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
+        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, up to 1")
+        _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 to 1")
+        _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
+
+    def generator(self) -> torch.Generator:
+        """A new generator seeded for this request."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
+
+
+def _check(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise SamplingError(f"{name} is {value}: allowed is {allowed}")
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """The next token id from logits float32 [vocab]; filters apply in the order top_k, top_p, min_p after temperature."""
+    if params.temperature == 0.0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.double() / params.temperature, dim=-1)
+    order = probabilities.argsort(descending=True, stable=True)
+    ranked = probabilities[order]
+    keep = torch.ones_like(ranked, dtype=torch.bool)
+    if params.top_k:
+        keep[params.top_k :] = False
+    if params.top_p < 1.0:
+        total = ranked[keep].sum()
+        keep &= ranked.cumsum(0) - ranked < params.top_p * total
+    if params.min_p > 0.0:
+        keep &= ranked >= params.min_p * ranked[0]
+    keep[0] = True
+    weights = ranked * keep
+    draw = torch.rand((), generator=generator, dtype=torch.float64) * weights.sum()
+    position = int(torch.searchsorted(weights.cumsum(0), draw, right=True))
+    return int(order[min(position, int(keep.nonzero()[-1]))])

@@ -1,0 +1,145 @@
+"""The MLA decoder: latent rows are written first, then attention reads what is stored.
+
+Per layer, with W_UK [heads, nope, rank] and W_UV [heads, v, rank] cut from kv_b_proj:
+
+    c = norm(kv_a(x)[:rank]), k_pe = rope(kv_a(x)[rank:])       the cached row
+    q_nope = q[:nope] W_UK, q_pe = rope(q[nope:])               absorbed query, one 576-wide dot product per head
+    out = W_UV attention(q_nope, q_pe, cache), y = o_proj(out)
+
+Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from uncast.attention import MLAPagedAttention
+from uncast.latent.codec import Scale
+from uncast.models.config import ModelConfig
+from uncast.models.layers import MLP, MoE, rms_norm
+from uncast.models.rope import Rope
+
+
+@dataclass
+class MLAWeights:
+    """Attention weights of one layer; a `q_a` of None means q_b projects the hidden state itself.
+
+    Attributes:
+        q_a [q_lora_rank, hidden], q_a_norm [q_lora_rank], q_b [heads * (nope + rope), q_lora_rank or hidden],
+        kv_a [rank + rope, hidden], kv_a_norm [rank], w_uk [heads, nope, rank], w_uv [heads, v, rank], o [hidden, heads * v].
+        ckv_scale, kpe_scale: the checkpoint's k_scale, used by layout `fp8_e4m3`.
+    """
+
+    q_a: torch.Tensor | None
+    q_a_norm: torch.Tensor | None
+    q_b: torch.Tensor
+    kv_a: torch.Tensor
+    kv_a_norm: torch.Tensor
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+    o: torch.Tensor
+    ckv_scale: Scale = None
+    kpe_scale: Scale = None
+
+
+@dataclass
+class Layer:
+    """One decoder layer: norms [hidden], attention, MLP or MoE."""
+
+    input_norm: torch.Tensor
+    attention: MLAWeights
+    post_norm: torch.Tensor
+    mlp: MLP | MoE
+
+
+@dataclass
+class ForwardBatch:
+    """One step's tokens, flattened over requests.
+
+    Attributes:
+        token_ids, positions: int64 [n].
+        slot_mapping: int64 [n], where each token's row goes; negative skips.
+        attention: planned for these n query rows.
+        cache: uint8 [num_layers, num_pages, page_size, row_bytes].
+        counters: int64 [3] or None, see `uncast.latent.codec.new_counters`.
+        logit_rows: int64 [m], the rows whose logits are wanted.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    attention: MLAPagedAttention
+    cache: torch.Tensor
+    counters: torch.Tensor | None
+    logit_rows: torch.Tensor
+
+
+class MLADecoder:
+    """A loaded model. Weights share one dtype; router weights, norms' arithmetic and logits are float32."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embed: torch.Tensor,
+        layers: list[Layer],
+        final_norm: torch.Tensor,
+        lm_head: torch.Tensor,
+    ) -> None:
+        self.config = config
+        self.embed, self.layers, self.final_norm, self.lm_head = embed, layers, final_norm, lm_head
+        self.rope = Rope(config.rope, embed.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits float32 [m, vocab] of `batch.logit_rows`; the batch's rows are in the cache afterwards."""
+        hidden = F.embedding(batch.token_ids, self.embed)
+        angles = self.rope.angles(batch.positions)
+        eps = self.config.rms_norm_eps
+        for index, layer in enumerate(self.layers):
+            normed = rms_norm(hidden, layer.input_norm, eps)
+            hidden = hidden + self._attend(layer.attention, normed, angles, batch, batch.cache[index])
+            hidden = hidden + layer.mlp(rms_norm(hidden, layer.post_norm, eps))
+        wanted = rms_norm(hidden[batch.logit_rows], self.final_norm, eps)
+        return F.linear(wanted, self.lm_head).to(torch.float32)
+
+    def _attend(
+        self,
+        weights: MLAWeights,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+    ) -> torch.Tensor:
+        config, tokens = self.config, x.shape[0]
+        scaled = batch.attention.kv_layout == "fp8_e4m3"
+        ckv_scale, kpe_scale = (weights.ckv_scale, weights.kpe_scale) if scaled else (None, None)
+        row = F.linear(x, weights.kv_a)
+        ckv, kpe = row[:, : config.kv_lora_rank], row[:, config.kv_lora_rank :]
+        ckv = rms_norm(ckv, weights.kv_a_norm, config.latent_norm_eps)
+        kpe = self.rope.rotate(kpe, angles)
+        batch.attention.write(
+            ckv, kpe, cache, batch.slot_mapping, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=batch.counters
+        )
+
+        if weights.q_a is not None and weights.q_a_norm is not None:
+            x = rms_norm(F.linear(x, weights.q_a), weights.q_a_norm, config.latent_norm_eps)
+        query = F.linear(x, weights.q_b).view(tokens, config.num_heads, -1)
+        q_nope, q_pe = query[..., : config.qk_nope_head_dim], query[..., config.qk_nope_head_dim :]
+        absorbed = torch.bmm(q_nope.transpose(0, 1), weights.w_uk).transpose(0, 1)
+        latent = batch.attention.run(
+            absorbed, self.rope.rotate(q_pe, angles), cache, ckv_scale=ckv_scale, kpe_scale=kpe_scale
+        )
+        assert isinstance(latent, torch.Tensor)
+        values = torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
+        return F.linear(values.reshape(tokens, -1), weights.o)
