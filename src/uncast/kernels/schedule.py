@@ -46,6 +46,14 @@ class ScheduleError(ValueError):
     """A batch that the schedule cannot hold."""
 
 
+def batch_bucket(batch: int) -> int:
+    """The bucket that holds `batch` requests; raises `ScheduleError` beyond the largest."""
+    for bucket in BATCH_BUCKETS:
+        if batch <= bucket:
+            return bucket
+    raise ScheduleError(f"batch is {batch}: the native kernels schedule at most {BATCH_BUCKETS[-1]} requests")
+
+
 @dataclass(frozen=True)
 class SplitPlan:
     """Launch bounds and scratch sizes of one batch shape.
@@ -79,6 +87,11 @@ class SplitPlan:
         return self.partial_blocks > 0
 
 
+def item_overhead(block_rows: int) -> int:
+    """Fixed cost of an item in tiles: its start, and its share of partial results, which grows with its rows."""
+    return 1 + block_rows // 16
+
+
 def plan_splits(
     *,
     batch: int,
@@ -98,12 +111,9 @@ def plan_splits(
     Raises:
         ScheduleError: batch beyond the largest bucket.
     """
-    if batch > BATCH_BUCKETS[-1]:
-        raise ScheduleError(f"batch is {batch}: the native kernels schedule at most {BATCH_BUCKETS[-1]} requests")
-    bucket = next(b for b in BATCH_BUCKETS if batch <= b)
+    bucket = batch_bucket(batch)
     blocks = -(-total_q * num_heads // block_rows) + min(batch, total_q)
     max_tiles = -(-max_kv_len // TILE)
-    overhead = 1 + block_rows // 16
     if batch_invariant:
         splits = max(1, min(INVARIANT_SPLITS, -(-max_tiles // INVARIANT_CHUNK)))
         items = blocks * splits
@@ -115,7 +125,16 @@ def plan_splits(
         partial = min(2 * num_ctas, items) if splits > 1 else 0
         groups = min(num_ctas, blocks) if splits > 1 else 0
     return SplitPlan(
-        batch, num_heads, block_rows, num_ctas, overhead, bucket, batch_invariant, max(1, items), partial, groups
+        batch,
+        num_heads,
+        block_rows,
+        num_ctas,
+        item_overhead(block_rows),
+        bucket,
+        batch_invariant,
+        max(1, items),
+        partial,
+        groups,
     )
 
 
