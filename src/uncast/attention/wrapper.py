@@ -94,6 +94,11 @@ class MLAPagedAttention:
             self._impl = registry.create(backend)
 
     @property
+    def last_plan(self) -> AttentionPlan | None:
+        """What the last `plan` decided, None before the first."""
+        return self._plan
+
+    @property
     def kv_layout(self) -> str:
         """The planned layout.
 

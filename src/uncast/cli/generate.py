@@ -19,7 +19,7 @@ from uncast.checkpoints.load import load_config, load_model
 from uncast.checkpoints.source import CheckpointError, read_json
 from uncast.cli.main import UsageError
 from uncast.cli.summary import print_summary, summary
-from uncast.engine.generate import Generation, RequestError, stream
+from uncast.engine.generate import Generation, RequestError, check_context, stream
 from uncast.engine.runner import ModelRunner, RunnerError
 from uncast.engine.sampler import SamplingError, SamplingParams
 from uncast.engine.tokenizer import TemplateError, Tokenizer
@@ -87,8 +87,7 @@ def _run(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer(folder)
     params = _sampling(args, folder)
     ids = tokenizer.chat([{"role": "user", "content": args.prompt}]) if args.chat else tokenizer.encode(args.prompt)
-    if args.max_tokens < 1:
-        raise RequestError(f"max_tokens is {args.max_tokens}: at least 1 is needed")
+    check_context(config, len(ids), args.max_tokens)
     pool_tokens = len(ids) + args.max_tokens if args.kv_pool_tokens is None else args.kv_pool_tokens
     if args.page_size < 1:
         raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")

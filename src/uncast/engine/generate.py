@@ -11,6 +11,7 @@ from uncast.engine.runner import ModelRunner, Sequence, StepBytes
 from uncast.engine.sampler import SamplingParams, sample
 from uncast.engine.stop import StopMatcher
 from uncast.engine.tokenizer import Tokenizer
+from uncast.models.config import ModelConfig
 
 PREFILL_CHUNK = 256
 
@@ -47,20 +48,24 @@ class Generation:
         return self.decode_steps / self.decode_s if self.decode_steps else 0.0
 
 
-def check_request(runner: ModelRunner, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises `RequestError` if the request is empty or longer than the model or the pool allows."""
+def check_context(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> None:
+    """Raises `RequestError` if the request is empty or longer than the model's context."""
     if prompt_tokens < 1:
         raise RequestError("the prompt is empty: at least one token is needed")
     if max_tokens < 1:
         raise RequestError(f"max_tokens is {max_tokens}: at least 1 is needed")
-    limit = runner.model.config.max_position_embeddings
-    total = prompt_tokens + max_tokens
-    if total > limit:
+    limit = config.max_position_embeddings
+    if prompt_tokens + max_tokens > limit:
         raise RequestError(
             f"{prompt_tokens} prompt tokens and {max_tokens} new ones exceed the model's context of {limit}"
         )
+
+
+def check_request(runner: ModelRunner, prompt_tokens: int, max_tokens: int) -> None:
+    """Raises `RequestError` if the request is empty or longer than the model or the pool allows."""
+    check_context(runner.model.config, prompt_tokens, max_tokens)
     rows = runner.pool.num_pages * runner.page_size
-    if total > rows:
+    if prompt_tokens + max_tokens > rows:
         raise RequestError(
             f"{prompt_tokens} prompt tokens and {max_tokens} new ones exceed the KV pool of {rows} tokens"
         )

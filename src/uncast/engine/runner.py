@@ -115,11 +115,12 @@ class ModelRunner:
         pages, sequence.pages, sequence.cached = sequence.pages, [], 0
         self.pool.release(pages)
 
-    def step(self, chunks: Seq[tuple[Sequence, int]]) -> torch.Tensor:
+    def step(self, chunks: Seq[tuple[Sequence, int]], *, every_token: bool = False) -> torch.Tensor:
         """Runs the next `count` uncached tokens of each sequence; pages must be there.
 
         Returns:
-            float32 [len(chunks), vocab]: logits after each chunk's last token.
+            float32 [len(chunks), vocab]: logits after each chunk's last token; with `every_token`, after each token of all
+            chunks in order.
         """
         device = self.model.device
         ids, positions, slots, ends, lens = [], [], [], [0], []
@@ -154,7 +155,9 @@ class ModelRunner:
                 attention=self.attention,
                 cache=self.pool.storage,
                 counters=self.counters,
-                logit_rows=torch.tensor(ends[1:], device=device) - 1,
+                logit_rows=torch.arange(ends[-1], device=device)
+                if every_token
+                else torch.tensor(ends[1:], device=device) - 1,
             )
         )
         for sequence, count in chunks:

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Holds back text that may be the beginning of a stop string; the stop string itself is never emitted."""
+    """Holds back text that may be the beginning of a stop string; the stop string itself is never emitted.
+
+    The stop string that is complete first wins (of two that end together, the longer), so the result does not depend on how
+    the text is cut into pieces.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises `ValueError` on an empty stop string."""
@@ -18,10 +22,10 @@ class StopMatcher:
     def push(self, text: str) -> tuple[str, bool]:
         """The text that may be shown now, and whether a stop string was met."""
         self._held += text
-        hits = [self._held.find(stop) for stop in self._stops]
-        first = min((hit for hit in hits if hit >= 0), default=-1)
-        if first >= 0:
-            shown, self._held = self._held[:first], ""
+        hits = [(self._held.find(stop) + len(stop), stop) for stop in self._stops if stop in self._held]
+        if hits:
+            end, stop = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+            shown, self._held = self._held[: end - len(stop)], ""
             return shown, True
         keep = self._longest_prefix()
         cut = len(self._held) - keep

@@ -1,0 +1,7 @@
+"""`python -m uncast`."""
+
+import sys
+
+from uncast.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,30 @@
+"""`uncast bench WHAT`: measurements, as a table and as CSV."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+from uncast.cli.main import UsageError
+
+BENCHES = {
+    "decode": ("uncast.cli.bench_decode", "single-stream decoding against the size of the KV pool"),
+    "text": ("uncast.cli.bench_text", "bits per byte of a text, for each layout of the latent cache"),
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one of `BENCHES`; see `uncast bench --help`."""
+    parser = argparse.ArgumentParser(
+        prog="uncast bench", description="Measure.", epilog="example: uncast bench decode --context 1024"
+    )
+    benches = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    for name, (_, help_text) in BENCHES.items():
+        benches.add_parser(name, help=help_text, add_help=False)
+    known, rest = parser.parse_known_args(argv)
+    try:
+        code: int = importlib.import_module(BENCHES[known.bench][0]).run(rest)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return code

@@ -1,0 +1,190 @@
+"""Checkpoints on disk: FP8 blocks, and one sentence for everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.fixtures import build_hf
+from tests.models.helpers import step
+from uncast.checkpoints.load import load_model
+from uncast.checkpoints.source import CheckpointError
+from uncast.latent.layouts import row_layout
+from uncast.latent.pool import PagedPool
+
+WEIGHTS = "model.safetensors"
+KV_A = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("glm")
+    build_hf("glm4_moe_lite", folder, num_hidden_layers=2)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    for file in saved.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    for name, value in changes.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, folder / WEIGHTS)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.update(changes)
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def to_fp8_blocks(folder: Path) -> dict[str, torch.Tensor]:
+    """Rewrites every attention and MLP matrix as FP8 128x128 blocks; returns the values they now stand for."""
+    tensors, meant = load_file(folder / WEIGHTS), {}
+    for name in list(tensors):
+        weight = tensors[name]
+        if weight.dim() != 2 or "embed" in name or "lm_head" in name or "gate.weight" in name:
+            continue
+        rows, columns = weight.shape
+        scales = torch.empty(-(-rows // 128), -(-columns // 128))
+        codes, values = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+                scales[i, j] = weight[block].abs().max() / 448
+                codes[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+                values[block] = codes[block].float() * scales[i, j]
+        tensors[name], tensors[f"{name}_scale_inv"], meant[name] = codes, scales, values
+    save_file(tensors, folder / WEIGHTS)
+    edit_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
+    return meant
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = load_model(folder)
+    pool = PagedPool(row_layout("fp32"), num_layers=model.config.num_layers, num_pages=2)
+    return step(model, pool, [1, 0], torch.arange(70), start=0)
+
+
+def test_fp8_blocks_load_as_the_values_they_stand_for(folder: Path) -> None:
+    meant = to_fp8_blocks(folder)
+    assert load_file(folder / WEIGHTS)[f"{KV_A}_scale_inv"].shape == (5, 2), "576 rows: the last block is partial"
+    from_fp8 = logits(folder)
+    edit_config(folder, quantization_config=...)
+    tensors = {k: v for k, v in load_file(folder / WEIGHTS).items() if not k.endswith("_scale_inv")}
+    save_file({**tensors, **meant}, folder / WEIGHTS)
+    assert torch.equal(from_fp8, logits(folder))
+
+
+def test_shards_load_as_one_file_does(folder: Path) -> None:
+    expected, tensors = logits(folder), load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    (folder / WEIGHTS).unlink()
+    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(expected, logits(folder))
+
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot open .*model-00002-of-00002.safetensors"):
+        load_model(folder)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    edit_tensors(folder, **{KV_A: None})
+    with pytest.raises(CheckpointError, match=f"has no tensor {KV_A}"):
+        load_model(folder)
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    edit_tensors(folder, **{KV_A: torch.zeros(575, 256)})
+    with pytest.raises(CheckpointError, match=rf"{KV_A} .* has shape \[575, 256\]: \[576, 256\] is needed"):
+        load_model(folder)
+
+
+def test_an_integer_weight_is_refused(folder: Path) -> None:
+    edit_tensors(folder, **{KV_A: torch.zeros(576, 256, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match=r"is torch.int8: BF16, FP16, FP32 and FP8 e4m3 are read"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(4, 2)])
+def test_a_missing_or_wrong_block_scale_is_named(folder: Path, scale: torch.Tensor | None) -> None:
+    to_fp8_blocks(folder)
+    edit_tensors(folder, **{f"{KV_A}_scale_inv": scale})
+    sentence = "is missing" if scale is None else r"has shape \[4, 2\]: a 576 x 256 weight needs \[5, 2\]"
+    with pytest.raises(CheckpointError, match=f"{KV_A}_scale_inv .*{sentence}"):
+        load_model(folder)
+
+
+def test_a_truncated_file_is_one_sentence(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        (folder / WEIGHTS).write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"cannot (open|read) .*model.safetensors"):
+            load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama' is not supported: use one of glm4_moe_lite"),
+        ({"model_type": ...}, "config.json has no model_type"),
+        ({"kv_lora_rank": -4}, "kv_lora_rank = -4: a positive integer is needed"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank = '512': a positive integer is needed"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': only 'silu' is supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_parameters": ...}, "neither rope_parameters.rope_theta nor rope_theta"),
+        ({"num_experts_per_tok": 9}, "chooses 9 of 8 experts"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization method 'awq' is not supported"),
+    ],
+)
+def test_an_unsupported_config_is_one_sentence(folder: Path, changes: dict[str, Any], sentence: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_model(folder)
+
+
+def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        load_model(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"cannot read .*config.json: No such file"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="holds a list, not a JSON object"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        load_model(tmp_path)
+
+
+def test_a_folder_without_weights_is_one_sentence(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match="has neither model.safetensors nor model.safetensors.index.json"):
+        load_model(folder)
+
+
+def test_k_scale_of_the_checkpoint_sets_both_scales(folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(0.25)})
+    layers = load_model(folder).layers
+    assert layers[0].attention.ckv_scale == layers[0].attention.kpe_scale == 0.25
+    assert layers[1].attention.ckv_scale is None
+    edit_tensors(folder, **{"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(float("nan"))})
+    with pytest.raises(CheckpointError, match="is not one positive finite number"):
+        load_model(folder)

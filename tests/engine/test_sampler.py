@@ -1,0 +1,74 @@
+"""Choosing tokens: filters keep what they say, draws follow the distribution, seeds repeat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from uncast.engine.sampler import SamplingError, SamplingParams, sample
+
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.3, 0.2, 0.05])
+LOGITS = PROBABILITIES.log()
+
+
+def draws(params: SamplingParams, count: int = 4000) -> Counter[int]:
+    generator = params.generator()
+    return Counter(sample(LOGITS, params, generator) for _ in range(count))
+
+
+def test_greedy_takes_the_best() -> None:
+    assert draws(SamplingParams(temperature=0.0), 5) == {1: 5}
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 2}, {1, 2}),
+        ({"top_p": 0.4}, {1}),
+        ({"top_p": 0.41}, {1, 2}),
+        ({"min_p": 0.49}, {1, 2, 3}),
+        ({"top_k": 3, "top_p": 0.5}, {1, 2}),
+        ({"top_k": 100, "min_p": 1.0}, {1}),
+    ],
+)
+def test_filters_keep_the_right_tokens_in_proportion(filters: dict[str, Any], kept: set[int]) -> None:
+    counts = draws(SamplingParams(temperature=1.0, seed=1, **filters))
+    assert set(counts) == kept
+    total = float(PROBABILITIES[list(kept)].sum())
+    for token in kept:
+        assert abs(counts[token] / 4000 - float(PROBABILITIES[token]) / total) < 0.03
+
+
+def test_temperature_sharpens() -> None:
+    cold, hot = draws(SamplingParams(temperature=0.5, seed=2)), draws(SamplingParams(temperature=3.0, seed=2))
+    assert cold[1] > 4000 * 0.5 and hot[1] < 4000 * 0.3
+
+
+def test_seeds_repeat_and_differ() -> None:
+    def first(seed: int) -> list[int]:
+        params = SamplingParams(temperature=1.0, seed=seed)
+        generator = params.generator()
+        return [sample(LOGITS, params, generator) for _ in range(40)]
+
+    assert first(7) == first(7) != first(8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", 2.0),
+        ("seed", -3),
+    ],
+)
+def test_values_out_of_range_name_the_field(field: str, value: float) -> None:
+    with pytest.raises(SamplingError, match=f"{field} is {value}: allowed is"):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
