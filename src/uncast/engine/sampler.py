@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
+
+MAX_LOGPROBS = 20
 
 
 class SamplingError(ValueError):
@@ -21,6 +24,15 @@ class SamplingParams:
         top_p: the smallest set whose probability reaches p; 1 is off.
         min_p: at least min_p times the best token's probability; 0 is off.
         seed: of this request's own generator; None draws one.
+        presence_penalty: subtracted once from the logit of every token that was generated before.
+        frequency_penalty: subtracted from a token's logit for each time it was generated before.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or generated before
+            (CTRL, arXiv 1909.05858, section 4.1); 1 is off.
+        logit_bias: token id -> number added to its logit.
+        logprobs: report log-probabilities, with the n likeliest tokens; None reports none.
+
+    Raises:
+        SamplingError: a value out of range.
     """
 
     temperature: float = 0.0
@@ -28,6 +40,11 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
@@ -35,6 +52,21 @@ class SamplingParams:
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, up to 1")
         _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 to 1")
         _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(-2.0 <= value <= 2.0, name, value, "-2 to 2")
+        _check(
+            0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", self.repetition_penalty, "above 0, up to 10"
+        )
+        for token, bias in self.logit_bias.items():
+            _check(token >= 0, "logit_bias", f"for token {token}", "token ids of 0 or more")
+            _check(-100.0 <= bias <= 100.0, "logit_bias", f"{bias} for token {token}", "-100 to 100")
+        _check(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            self.logprobs,
+            f"0 to {MAX_LOGPROBS}",
+        )
 
     def generator(self) -> torch.Generator:
         """A new generator seeded for this request."""

@@ -1,0 +1,121 @@
+"""What goes into the engine and what comes out: `Request` and `RequestOutput`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from uncast.engine.sampler import SamplingError, SamplingParams
+
+__all__ = ["Request", "RequestError", "RequestOutput", "SamplingError", "SamplingParams", "TokenLogprob"]
+
+MAX_STOPS = 16
+
+_ids = itertools.count(1)
+
+
+class RequestError(ValueError):
+    """A request that is malformed or does not fit the model or the pool; one sentence that names the field."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue. `n` completions are `n` requests: the prefix cache makes the later ones cheap.
+
+    Attributes:
+        prompt: token ids, at least one.
+        params: how tokens are chosen.
+        max_tokens: new tokens at most; at least 1.
+        stop: the text ends before the first of these strings; it is not part of the text.
+        stop_token_ids: token ids that end the text, besides the model's own end tokens.
+        ignore_eos: the model's own end tokens do not end the text (`stop_token_ids` still do).
+        request_id: unique among the requests in the engine; made up when left out.
+    """
+
+    prompt: Seq[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = 16
+    stop: Seq[str] = ()
+    stop_token_ids: Seq[int] = ()
+    ignore_eos: bool = False
+    request_id: str = field(default_factory=lambda: f"request-{next(_ids)}")
+
+    def __post_init__(self) -> None:
+        """Raises `RequestError`."""
+        if not self.prompt:
+            raise RequestError("the prompt is empty: at least one token is needed")
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}: at least 1 is needed")
+        if isinstance(self.stop, str):
+            raise RequestError("stop is one string: a sequence of strings is needed")
+        if any(not text for text in self.stop):
+            raise RequestError("a stop string must not be empty")
+        if len(self.stop) > MAX_STOPS:
+            raise RequestError(f"stop has {len(self.stop)} strings: at most {MAX_STOPS} are allowed")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise RequestError(f"stop_token_ids is {list(self.stop_token_ids)}: token ids are not negative")
+
+    def check_fits(self, *, vocab_size: int, context: int, pool_rows: int) -> None:
+        """Checks the request against a model and its pool.
+
+        Raises:
+            RequestError: token ids outside the vocabulary, or more tokens than the context or the pool holds.
+        """
+        named = {"prompt": self.prompt, "stop_token_ids": self.stop_token_ids, "logit_bias": self.params.logit_bias}
+        for name, ids in named.items():
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise RequestError(f"{name} has token {token}: the vocabulary has ids 0 to {vocab_size - 1}")
+        asked = f"{len(self.prompt)} prompt tokens and {self.max_tokens} new ones"
+        total = len(self.prompt) + self.max_tokens
+        if total > context:
+            raise RequestError(f"{asked} exceed the model's context of {context}")
+        if total > pool_rows:
+            raise RequestError(f"{asked} exceed the KV pool of {pool_rows} tokens")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probabilities at one generated token, of the model's own distribution: before penalties, bias, temperature.
+
+    Attributes:
+        token_id, logprob: the chosen token.
+        top: the `params.logprobs` likeliest tokens, best first, as (token_id, logprob); the chosen one may be missing.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step added to one request; the last one of a request has a finish_reason.
+
+    Attributes:
+        request_id: of the request.
+        text: text that became final in this step; may be empty (within a character or a possible stop string).
+        token_ids: tokens generated in this step. A token that ends the text by its id is not among them; tokens of a stop
+            string are.
+        logprobs: one per token in `token_ids` if `params.logprobs` was given, else empty.
+        finish_reason: None while running, "stop" (end token, stop id or stop string), "length" (max_tokens), "abort".
+        matched_stop: the stop string or the token id that ended the text, else None.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: prompt tokens whose rows came from the prefix cache.
+        completion_tokens: tokens generated so far, `token_ids` of all outputs together.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+    matched_stop: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
