@@ -208,9 +208,8 @@ def mma_decode_kernel(
         cp_async_wait(0)
 
         total = gl.sum(sums, 0)
-        value = gl.where(total > 0, m + gl.log2(total), float("-inf"))
-        inv = gl.where(total > 0, (ckv_scale * factor) / total, 0.0)
-        # A row that saw nothing must give 0 even if an accumulator holds NaN from a NaN row of the cache it did not see.
+        value = gl.where(total == 0, float("-inf"), m + gl.log2(total))
+        inv = gl.where(total == 0, 0.0, (ckv_scale * factor) / total)
         inv_o = gl.convert_layout(inv, gl.SliceLayout(0, OMMA))
         orow = row0 + gl.arange(0, BH, gl.SliceLayout(0, OMMA))
         if num_splits > 1:

@@ -111,7 +111,8 @@ def compile_variant(
     views = cache_views(torch.empty(1, 1, 2304, dtype=torch.uint8, device=device), layout)
     compiled = mma_decode_kernel.warmup(
         q, q, *views, i, i, i, i, q, f, f, f, i, f, f, 1.0, 1.0, 1.0, *range(16),
-        **constexprs(layout.name, q_data_type, arch, config, bucket), num_warps=NUM_WARPS, grid=(1,),
+        **constexprs(layout.name, q_data_type, arch, config, bucket), num_warps=NUM_WARPS, enable_fp_fusion=True,
+        grid=(1,),
     )  # fmt: skip
     return resident_ctas(compiled, device)
 
@@ -162,5 +163,6 @@ def launch(plan: MmaPlan, call: Call) -> None:
         problem.batch_size, spec.num_heads, splits.target, int(spec.causal), int(spec.batch_invariant),
         spec.page_size.bit_length() - 1, call.scale_flags, call.lse_mode,
         **constexprs(spec.kv_layout, spec.q_data_type, spec.arch, plan.config, splits.batch_bucket), num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=spec.arch >= 90)
