@@ -123,7 +123,7 @@ class _Loader:
         return MoE(
             config=moe,
             router=self.get(prefix + "gate.weight", moe.num_experts, hidden, dtype=torch.float32),
-            bias=self.get(bias_name, moe.num_experts, dtype=torch.float32),
+            bias=self.get(bias_name, moe.num_experts, dtype=torch.float32) if moe.scoring == "sigmoid" else None,
             experts=[self.mlp(f"{prefix}experts.{e}.", moe.intermediate_size) for e in range(moe.num_experts)],
             shared=self.mlp(prefix + "shared_experts.", shared) if shared else None,
         )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from uncast.models.rope import RopeConfig
 
-SUPPORTED = ("glm4_moe_lite",)
+SUPPORTED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3")
 _MLP_KINDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse"}
+_DENSE = ("minicpm3",)
+_SOFTMAX_ROUTED = ("deepseek_v2",)
+_ROUTERS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
+"""`topk_method` and the scoring each is defined for."""
 
 
 class ConfigError(ValueError):
@@ -21,8 +26,8 @@ class MoEConfig:
     """Routed experts of one model.
 
     Attributes:
-        scoring: "sigmoid" (a correction bias chooses, the unbiased score weighs) or "softmax".
-        num_groups, top_groups: experts are chosen from the best `top_groups` of `num_groups` groups.
+        scoring: "sigmoid" (a correction bias chooses, the unbiased score weighs) or "softmax" (no bias).
+        num_groups, top_groups: experts are chosen from the best `top_groups` of `num_groups` groups; 1 and 1 is no choice.
         normalize: weights are divided by their sum before `scale`.
     """
 
@@ -45,7 +50,10 @@ class ModelConfig:
         latent_norm_eps: epsilon of `q_a_layernorm` and `kv_a_layernorm`. vLLM, SGLang and llama.cpp use `rms_norm_eps`;
             transformers uses 1e-6 whatever the config says.
         mlp_kinds: "dense" or "sparse" for each layer.
+        max_position_embeddings: tokens of context; with longrope at most its original length (see `RopeConfig`).
         stop_token_ids: ids that end generation.
+        embed_scale, residual_scale, logit_scale: MiniCPM's factors on the embedding, on each residual branch
+            (scale_depth / sqrt(layers)) and on the hidden state before the LM head (dim_model_base / hidden_size).
     """
 
     model_type: str
@@ -68,10 +76,13 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     stop_token_ids: tuple[int, ...]
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], *, latent_norm_eps: float | None = None) -> ModelConfig:
-        """Reads the fields of a `config.json`.
+        """Reads the fields of a `config.json`, as transformers 5 writes them or as the models' own repositories did before.
 
         Args:
             raw: the parsed file.
@@ -85,12 +96,13 @@ class ModelConfig:
         if model_type not in SUPPORTED:
             raise ConfigError(f"model_type {model_type!r} is not supported: use one of {', '.join(SUPPORTED)}")
         reader.require("hidden_act", "silu")
-        reader.require("attention_bias", False)
+        for name in ("attention_bias", "mlp_bias"):
+            reader.require(name, False)
         num_layers = reader.integer("num_hidden_layers")
         nope, rope_dim = reader.integer("qk_nope_head_dim"), reader.integer("qk_rope_head_dim")
-        kinds = _mlp_kinds(reader, num_layers)
-        rope = RopeConfig.from_hf(raw, rope_dim, interleaved=bool(raw.get("rope_interleave", True)))
-        eps = reader.number("rms_norm_eps")
+        kinds = _mlp_kinds(reader, model_type, num_layers)
+        rope = RopeConfig.from_hf(raw, rope_dim, interleaved=_interleaved(reader, model_type))
+        eps, scales = reader.number("rms_norm_eps"), _scales(reader) if model_type == "minicpm3" else {}
         return cls(
             model_type=model_type,
             vocab_size=reader.integer("vocab_size"),
@@ -101,17 +113,18 @@ class ModelConfig:
             kv_lora_rank=reader.integer("kv_lora_rank"),
             qk_nope_head_dim=nope,
             qk_rope_head_dim=rope_dim,
-            v_head_dim=reader.integer("v_head_dim"),
+            v_head_dim=_v_head_dim(reader, model_type),
             intermediate_size=reader.integer("intermediate_size"),
             mlp_kinds=kinds,
-            moe=_moe(reader) if "sparse" in kinds else None,
+            moe=_moe(reader, model_type) if "sparse" in kinds else None,
             rms_norm_eps=eps,
             latent_norm_eps=eps if latent_norm_eps is None else latent_norm_eps,
             rope=rope,
             sm_scale=(nope + rope_dim) ** -0.5 * rope.softmax_factor,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            max_position_embeddings=reader.integer("max_position_embeddings"),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", model_type == "minicpm3")),
+            max_position_embeddings=min(reader.integer("max_position_embeddings"), rope.max_position or 2**31 - 1),
             stop_token_ids=_token_ids(raw.get("eos_token_id")),
+            **scales,
         )
 
 
@@ -132,6 +145,9 @@ class _Reader:
             raise ConfigError(f"config.json has {name} = {value!r}: a positive integer is needed")
         return value
 
+    def count(self, name: str) -> int:
+        return 0 if self.raw.get(name) == 0 else self.integer(name)
+
     def number(self, name: str) -> float:
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -150,36 +166,91 @@ class _Reader:
             raise ConfigError(f"config.json has {name} = {value!r}: only {allowed!r} is supported")
 
 
-def _mlp_kinds(reader: _Reader, num_layers: int) -> tuple[str, ...]:
+def _interleaved(reader: _Reader, model_type: str) -> bool:
+    value = reader.raw.get("rope_interleave")
+    return model_type != "minicpm3" if value is None else bool(value)
+
+
+def _v_head_dim(reader: _Reader, model_type: str) -> int:
+    """MiniCPM3's own config leaves it out: hidden_size / heads."""
+    if model_type == "minicpm3" and reader.raw.get("v_head_dim") is None:
+        return reader.integer("hidden_size") // reader.integer("num_attention_heads")
+    return reader.integer("v_head_dim")
+
+
+def _scales(reader: _Reader) -> dict[str, float]:
+    return {
+        "embed_scale": reader.number("scale_emb"),
+        "residual_scale": reader.number("scale_depth") / math.sqrt(reader.integer("num_hidden_layers")),
+        "logit_scale": reader.integer("dim_model_base") / reader.integer("hidden_size"),
+    }
+
+
+def _mlp_kinds(reader: _Reader, model_type: str, num_layers: int) -> tuple[str, ...]:
     listed = reader.raw.get("mlp_layer_types")
     if listed is not None:
         if len(listed) < num_layers or any(kind not in _MLP_KINDS for kind in listed):
             raise ConfigError(f"config.json has mlp_layer_types {listed!r}: {num_layers} of dense or sparse are needed")
         return tuple(_MLP_KINDS[kind] for kind in listed[:num_layers])
-    first = reader.raw.get("first_k_dense_replace", 1)
-    return tuple("dense" if layer < first else "sparse" for layer in range(num_layers))
+    if model_type in _DENSE:
+        return ("dense",) * num_layers
+    first = reader.count("first_k_dense_replace")
+    every = reader.integer("moe_layer_freq") if "moe_layer_freq" in reader.raw else 1
+    return tuple("dense" if layer < first or layer % every else "sparse" for layer in range(num_layers))
 
 
-def _moe(reader: _Reader) -> MoEConfig:
+def _moe(reader: _Reader, model_type: str) -> MoEConfig:
     raw = reader.raw
+    scoring, grouped = _router(reader, model_type)
+    normalize = bool(raw.get("norm_topk_prob", scoring == "sigmoid"))
+    if scoring == "softmax" and normalize:
+        raise ConfigError(
+            "config.json has norm_topk_prob = True with softmax routing: only False is supported, as transformers ignores "
+            "it there and DeepSeek's own code then drops routed_scaling_factor"
+        )
     moe = MoEConfig(
         num_experts=reader.integer("n_routed_experts"),
         top_k=reader.integer("num_experts_per_tok"),
         num_shared=reader.integer("n_shared_experts") if raw.get("n_shared_experts") else 0,
         intermediate_size=reader.integer("moe_intermediate_size"),
-        scoring="sigmoid",
-        num_groups=raw.get("n_group") or 1,
-        top_groups=raw.get("topk_group") or 1,
-        normalize=bool(raw.get("norm_topk_prob", True)),
-        scale=float(raw.get("routed_scaling_factor", 1.0)),
+        scoring=scoring,
+        num_groups=reader.integer("n_group") if grouped and raw.get("n_group") else 1,
+        top_groups=reader.integer("topk_group") if grouped and raw.get("topk_group") else 1,
+        normalize=normalize,
+        scale=reader.number("routed_scaling_factor") if "routed_scaling_factor" in raw else 1.0,
     )
+    _check_moe(moe)
+    return moe
+
+
+def _router(reader: _Reader, model_type: str) -> tuple[str, bool]:
+    """Scoring, and whether groups limit the choice."""
+    softmax = model_type in _SOFTMAX_ROUTED
+    method = reader.raw.get("topk_method") or ("greedy" if softmax else "noaux_tc")
+    if method not in _ROUTERS:
+        raise ConfigError(f"config.json has topk_method = {method!r}: {', '.join(_ROUTERS)} are supported")
+    scoring = reader.raw.get("scoring_func") or _ROUTERS[method]
+    if scoring != _ROUTERS[method] or (scoring == "softmax") != softmax:
+        raise ConfigError(
+            f"config.json has topk_method {method!r} with scoring_func {scoring!r}, which {model_type} does not have: "
+            f"{'softmax with greedy or group_limited_greedy' if softmax else 'sigmoid with noaux_tc'} is supported"
+        )
+    return scoring, method != "greedy"
+
+
+def _check_moe(moe: MoEConfig) -> None:
     if moe.top_k > moe.num_experts:
         raise ConfigError(f"config.json chooses {moe.top_k} of {moe.num_experts} experts")
+    size = moe.num_experts // moe.num_groups
     if moe.num_experts % moe.num_groups or not 1 <= moe.top_groups <= moe.num_groups:
         raise ConfigError(
             f"config.json has n_group {moe.num_groups} and topk_group {moe.top_groups} for {moe.num_experts} experts"
         )
-    return moe
+    if moe.num_groups > 1 and (size < 2 or moe.top_k > size * moe.top_groups):
+        raise ConfigError(
+            f"config.json chooses {moe.top_k} experts from {moe.top_groups} groups of {size}: at least 2 a group, and as many "
+            "as are chosen, are needed"
+        )
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

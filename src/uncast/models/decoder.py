@@ -103,14 +103,15 @@ class MLADecoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits float32 [m, vocab] of `batch.logit_rows`; the batch's rows are in the cache afterwards."""
-        hidden = F.embedding(batch.token_ids, self.embed)
+        config = self.config
+        hidden = _scaled(F.embedding(batch.token_ids, self.embed), config.embed_scale)
         angles = self.rope.angles(batch.positions)
-        eps = self.config.rms_norm_eps
+        eps, branch = config.rms_norm_eps, config.residual_scale
         for index, layer in enumerate(self.layers):
             normed = rms_norm(hidden, layer.input_norm, eps)
-            hidden = hidden + self._attend(layer.attention, normed, angles, batch, batch.cache[index])
-            hidden = hidden + layer.mlp(rms_norm(hidden, layer.post_norm, eps))
-        wanted = rms_norm(hidden[batch.logit_rows], self.final_norm, eps)
+            hidden = hidden + _scaled(self._attend(layer.attention, normed, angles, batch, batch.cache[index]), branch)
+            hidden = hidden + _scaled(layer.mlp(rms_norm(hidden, layer.post_norm, eps)), branch)
+        wanted = _scaled(rms_norm(hidden[batch.logit_rows], self.final_norm, eps), config.logit_scale)
         return F.linear(wanted, self.lm_head).to(torch.float32)
 
     def _attend(
@@ -143,3 +144,7 @@ class MLADecoder:
         assert isinstance(latent, torch.Tensor)
         values = torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
         return F.linear(values.reshape(tokens, -1), weights.o)
+
+
+def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x if factor == 1.0 else x * factor

@@ -66,12 +66,14 @@ def route(config: MoEConfig, logits: torch.Tensor, bias: torch.Tensor | None) ->
     """Weights float32 and expert indices, both [n, top_k], of router logits float32 [n, experts].
 
     "sigmoid" (DeepSeek-V3, section 2.1.2): group score = sum of the two best biased scores; weights are unbiased scores.
+    "softmax" (DeepSeek-V2, section 2.2.2): group score = the best score.
     """
-    scores = logits.sigmoid()
+    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
     biased = scores if bias is None else scores + bias
     if config.num_groups > 1:
         grouped = biased.view(-1, config.num_groups, config.num_experts // config.num_groups)
-        group_scores = grouped.topk(2, dim=-1).values.sum(-1)
+        best = 2 if config.scoring == "sigmoid" else 1
+        group_scores = grouped.topk(best, dim=-1).values.sum(-1)
         kept = group_scores.topk(config.top_groups, dim=-1).indices
         mask = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
         biased = grouped.masked_fill(mask[..., None], -torch.inf).flatten(1)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of the 64 (qk_rope_head_dim) rope channels: default and yarn frequencies.
+"""Rotary position embedding of the qk_rope_head_dim rope channels: default, yarn and longrope frequencies.
 
 Channels stay in the checkpoint's order: interleaved pairs (x0, x1), (x2, x3), ... keep their places, so cache bytes agree
 with FlashMLA, vLLM and SGLang (transformers de-interleaves, which leaves q.k unchanged but permutes the cached row).
@@ -26,8 +26,12 @@ class RopeConfig:
         dim: rope channels, even.
         theta: base.
         interleaved: pairs (0, 1), (2, 3), ...; otherwise (0, dim/2), (1, dim/2 + 1), ...
-        factor: yarn context extension; 1.0 for the default type.
+        factor: yarn context extension; 1.0 for the other types.
         mscale, mscale_all_dim, original_max_position, beta_fast, beta_slow: yarn's parameters.
+        attention_factor: an explicit scaling of cos and sin; None derives it.
+        short_factor: longrope's divisor of each frequency, [dim / 2].
+        max_position: longrope's original length, 0 for no limit. Beyond it longrope switches every position to other
+            frequencies, rows already cached included, so the context ends there.
     """
 
     dim: int
@@ -39,13 +43,16 @@ class RopeConfig:
     original_max_position: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    attention_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    max_position: int = 0
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
         """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
         Raises:
-            RopeError: a type other than default and yarn, or yarn without its parameters.
+            RopeError: a type other than default, yarn and longrope, or one without its parameters.
         """
         params: dict[str, Any] = dict(raw.get("rope_scaling") or {})
         params.update(raw.get("rope_parameters") or {})
@@ -55,11 +62,14 @@ class RopeConfig:
         kind = params.get("rope_type", params.get("type", "default"))
         if kind == "default":
             return cls(dim, float(theta), interleaved)
+        if kind == "longrope":
+            return cls(dim, float(theta), interleaved, **_longrope(raw, params, dim))
         if kind != "yarn":
-            raise RopeError(f"rope type {kind!r} is not supported: default and yarn are")
-        missing = [name for name in ("factor", "original_max_position_embeddings") if name not in params]
-        if missing:
-            raise RopeError(f"config.json's yarn rope has no {missing[0]}")
+            raise RopeError(f"rope type {kind!r} is not supported: default, yarn and longrope are")
+        _need(params, "yarn", "factor", "original_max_position_embeddings")
+        if params.get("truncate", True) is not True:
+            raise RopeError("config.json's yarn rope has truncate = False: only True is supported")
+        given = params.get("attention_factor")
         return cls(
             dim,
             float(theta),
@@ -70,6 +80,7 @@ class RopeConfig:
             original_max_position=int(params["original_max_position_embeddings"]),
             beta_fast=float(params.get("beta_fast") or 32.0),
             beta_slow=float(params.get("beta_slow") or 1.0),
+            attention_factor=None if given is None else float(given),
         )
 
     @property
@@ -80,6 +91,8 @@ class RopeConfig:
     @property
     def cos_factor(self) -> float:
         """Scaling of cos and sin; 1.0 where mscale equals mscale_all_dim, as in every published MLA model."""
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.factor == 1.0:
             return 1.0
         if self.mscale and self.mscale_all_dim:
@@ -88,18 +101,42 @@ class RopeConfig:
 
     def inverse_frequencies(self) -> torch.Tensor:
         """float32 [dim / 2]. Yarn (arXiv 2309.00071): low frequencies are divided by `factor`, high ones kept, a linear
-        ramp between the channels that turn `beta_fast` and `beta_slow` times over the original context."""
-        plain = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        ramp between the channels that turn `beta_fast` and `beta_slow` times over the original context. Rounded in the
+        order of transformers' arithmetic: at position 100,000 a last bit is 0.01 radian."""
+        channels = self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        if self.short_factor:
+            return 1.0 / (torch.tensor(self.short_factor, dtype=torch.float32) * channels)
         if self.factor == 1.0:
-            return plain
+            return 1.0 / channels
         low = max(math.floor(self._channel_of(self.beta_fast)), 0)
         high = min(math.ceil(self._channel_of(self.beta_slow)), self.dim - 1)
         width = high - low if high != low else 0.001
-        ramp = ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-        return plain / self.factor * ramp + plain * (1 - ramp)
+        kept = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+        return 1.0 / (self.factor * channels) * (1 - kept) + 1.0 / channels * kept
 
     def _channel_of(self, turns: float) -> float:
         return self.dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def _need(params: Mapping[str, Any], kind: str, *names: str) -> None:
+    for name in names:
+        if params.get(name) is None:
+            raise RopeError(f"config.json's {kind} rope has no {name}")
+
+
+def _longrope(raw: Mapping[str, Any], params: dict[str, Any], dim: int) -> dict[str, Any]:
+    """Longrope (arXiv 2402.13753) within its original length: each frequency divided by its short factor; cos and sin scaled by
+    sqrt(1 + ln(factor) / ln(original length)), factor = max_position_embeddings / original length."""
+    params.setdefault("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
+    _need(params, "longrope", "short_factor", "original_max_position_embeddings")
+    short, original = params["short_factor"], int(params["original_max_position_embeddings"])
+    if not isinstance(short, list) or len(short) != dim // 2:
+        raise RopeError(f"config.json's longrope short_factor must be a list of {dim // 2} numbers")
+    scaling = params.get("attention_factor")
+    if scaling is None:
+        factor = float(params.get("factor") or raw.get("max_position_embeddings", original) / original)
+        scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {"short_factor": tuple(map(float, short)), "attention_factor": float(scaling), "max_position": original}
 
 
 def _mscale(factor: float, mscale: float) -> float:
