@@ -89,6 +89,9 @@ class Backend(ABC):
         This is the reference writer; a backend with a fused kernel overrides it.
         """
         layout = row_layout(kv_layout, ckv.shape[-1], kpe.shape[-1])
+        keep = slot_mapping >= 0
+        if not bool(keep.all()):
+            ckv, kpe, slot_mapping = ckv[keep], kpe[keep], slot_mapping[keep]
         rows = encode_rows(ckv, kpe, layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters)
         store_rows(cache.view(torch.uint8), rows, slot_mapping)
 

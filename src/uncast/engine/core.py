@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
-from uncast.engine.request import Request, RequestOutput
-from uncast.engine.runner import ModelRunner
+import torch
+
+from uncast.engine.active import ActiveRequest
+from uncast.engine.prefix_cache import PrefixCache
+from uncast.engine.request import Request, RequestError, RequestOutput
+from uncast.engine.runner import ModelRunner, StepBytes
+from uncast.engine.scheduler import Scheduler
 from uncast.engine.stats import EngineStats
 from uncast.engine.tokenizer import Tokenizer
 
@@ -39,44 +45,162 @@ class EngineConfig:
 
 
 class Engine:
-    """Requests in, outputs out, one `step` at a time. Not thread-safe; see `AsyncEngine`."""
+    """Requests in, outputs out, one `step` at a time. Not thread-safe; see `AsyncEngine`.
 
-    config: EngineConfig
-    runner: ModelRunner
-    tokenizer: Tokenizer
+    Attributes:
+        config, runner, tokenizer: as given; the engine takes the runner's whole pool for itself.
+        scheduler: who waits, runs and is swapped out.
+    """
 
-    def __init__(self, runner: ModelRunner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None: ...
+    def __init__(self, runner: ModelRunner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+        self.config = EngineConfig() if config is None else config
+        self.runner, self.tokenizer = runner, tokenizer
+        self.prefix_cache = PrefixCache(runner.pool) if self.config.prefix_cache else None
+        self.scheduler = Scheduler(
+            runner.pool,
+            max_running=self.config.max_running,
+            max_step_tokens=self.config.max_step_tokens,
+            prefix_cache=self.prefix_cache,
+        )
+        self._active: dict[str, ActiveRequest] = {}
+        self._finished = {"stop": 0, "length": 0, "abort": 0}
+        self._requests = self._prompt_tokens = self._completion_tokens = self._steps = 0
+        self._step_seconds = 0.0
+        self._bytes = StepBytes(0, 0, 0, 0)
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        raise NotImplementedError
+        return len(self.scheduler.waiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
-        raise NotImplementedError
+        """Whether any request is not finished."""
+        return bool(self._active)
 
     def check(self, request: Request) -> None:
-        """Raises `RequestError` if the request can never run on this model and pool."""
-        raise NotImplementedError
+        """Raises `RequestError` if the request can never run on this model and pool. Safe from any thread."""
+        config, pool = self.runner.model.config, self.runner.pool
+        request.check_fits(
+            vocab_size=config.vocab_size,
+            context=config.max_position_embeddings,
+            pool_rows=pool.num_pages * pool.page_size,
+        )
 
     def add(self, request: Request) -> None:
-        """Queues a request."""
-        raise NotImplementedError
+        """Queues a request, whatever the length of the queue.
+
+        Raises:
+            RequestError: see `check`; or its id is in use.
+        """
+        self.check(request)
+        if request.request_id in self._active:
+            raise RequestError(f"request_id {request.request_id!r} is in use")
+        config = self.runner.model.config
+        ends = frozenset(request.stop_token_ids).union(() if request.ignore_eos else config.stop_token_ids)
+        active = ActiveRequest(request, self._requests, self.tokenizer, ends, config.vocab_size)
+        self._requests += 1
+        self._active[request.request_id] = active
+        self.scheduler.waiting.append(active)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """Ends a request in any state and gives its pages back; empty if there is none of that id."""
-        raise NotImplementedError
+        """Ends a request in any state and gives its pages back; no output if there is none of that id."""
+        active = self._active.get(request_id)
+        if active is None:
+            return []
+        output = active.aborted()
+        self._finish(active, output)
+        return [output]
 
     def step(self) -> list[RequestOutput]:
-        """Schedules and runs one forward step."""
-        raise NotImplementedError
+        """Schedules and runs one forward step.
+
+        Returns:
+            One output for each request that got a token.
+        """
+        if not self._active:
+            return []
+        began = time.perf_counter()
+        chunks = self.scheduler.schedule()
+        self._prompt_tokens += sum(count for active, count in chunks if active.prefilling)
+        logits = self.runner.step([(active.sequence, count) for active, count in chunks])
+        for active, _ in chunks:
+            self.scheduler.keep_full_pages(active)
+        # A chunk that ends before its prompt does has nothing to choose.
+        complete = [row for row, (active, _) in enumerate(chunks) if not active.remaining]
+        outputs = self._choose([chunks[row][0] for row in complete], logits[complete]) if complete else []
+        self._count(time.perf_counter() - began)
+        return outputs
 
     def check_integrity(self) -> None:
-        """Raises `PoolError` unless requests and prefix cache together explain every page of the pool."""
-        raise NotImplementedError
+        """Raises `PoolError` unless running requests and the prefix cache together explain every page of the pool."""
+        owners = [active.sequence.pages for active in self.scheduler.running]
+        if self.prefix_cache is not None:
+            owners.append(self.prefix_cache.pages())
+        self.runner.pool.check_integrity(owners)
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters."""
-        raise NotImplementedError
+        """A snapshot of the counters. Safe from any thread."""
+        scheduler, pool = self.scheduler, self.runner.pool
+        free, in_use = pool.num_free, scheduler.pages_in_use()
+        saturated, subnormal, nan = self.runner.counters.tolist()
+        return EngineStats(
+            waiting=self.num_waiting,
+            max_waiting=self.config.max_waiting,
+            running=len(scheduler.running),
+            swapped=len(scheduler.swapped),
+            draining=False,
+            pool_pages=pool.num_pages,
+            pool_pages_free=free,
+            pool_pages_cached=max(0, pool.num_pages - free - in_use),
+            page_size=pool.page_size,
+            requests_total=self._requests,
+            finished_total=dict(self._finished),
+            prompt_tokens_total=self._prompt_tokens + scheduler.prefix_hit_tokens,
+            completion_tokens_total=self._completion_tokens,
+            prefix_query_tokens_total=scheduler.prefix_query_tokens,
+            prefix_hit_tokens_total=scheduler.prefix_hit_tokens,
+            preemptions_total=scheduler.preemptions,
+            swap_bytes_total=scheduler.swap_bytes,
+            steps_total=self._steps,
+            step_seconds_total=self._step_seconds,
+            cache_bytes_needed_total=self._bytes.needed,
+            cache_bytes_read_total=self._bytes.read,
+            cache_bytes_written_total=self._bytes.written,
+            saturated_total=saturated,
+            subnormal_total=subnormal,
+            nan_total=nan,
+        )
+
+    def _choose(self, actives: list[ActiveRequest], logits: torch.Tensor) -> list[RequestOutput]:
+        """Samples from logits [len(actives), vocab], each request by its own parameters and random numbers."""
+        best = logits.argmax(-1).tolist()
+        rows = None if all(active.takes_best for active in actives) else logits.cpu()
+        outputs = []
+        for index, active in enumerate(actives):
+            if active.takes_best or rows is None:
+                output = active.accept(best[index], None)
+            else:
+                output = active.accept(*active.choose(rows[index]))
+            self._completion_tokens += len(output.token_ids)
+            if output.finished:
+                self._finish(active, output)
+            outputs.append(output)
+        return outputs
+
+    def _finish(self, active: ActiveRequest, output: RequestOutput) -> None:
+        assert output.finish_reason is not None
+        self.scheduler.remove(active)
+        del self._active[active.request.request_id]
+        self._finished[output.finish_reason] += 1
+
+    def _count(self, seconds: float) -> None:
+        self._steps += 1
+        self._step_seconds += seconds
+        now, total = self.runner.last_step_bytes(), self._bytes
+        self._bytes = StepBytes(
+            total.needed + now.needed,
+            total.read + now.read,
+            total.written + now.written,
+            total.pool_cast + now.pool_cast,
+        )

@@ -1,4 +1,4 @@
-"""One request, streamed: prompt in chunks, then token by token."""
+"""One request, streamed: the engine with a single place in it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from uncast.engine.runner import ModelRunner, Sequence, StepBytes
-from uncast.engine.sampler import SamplingParams, sample
-from uncast.engine.stop import StopMatcher
+from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.request import Request, RequestError
+from uncast.engine.runner import ModelRunner, StepBytes
+from uncast.engine.sampler import SamplingParams
 from uncast.engine.tokenizer import Tokenizer
 from uncast.models.config import ModelConfig
 
+__all__ = ["PREFILL_CHUNK", "Generation", "RequestError", "check_context", "stream"]
+
 PREFILL_CHUNK = 256
-
-
-class RequestError(ValueError):
-    """A request that does not fit the model; one sentence."""
 
 
 @dataclass
@@ -49,25 +48,12 @@ class Generation:
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises `RequestError` if the request is empty or longer than the model's context."""
-    if prompt_tokens < 1:
-        raise RequestError("the prompt is empty: at least one token is needed")
-    if max_tokens < 1:
-        raise RequestError(f"max_tokens is {max_tokens}: at least 1 is needed")
+    """Raises `RequestError` if the request is empty or longer than the model's context; looks at no token."""
+    Request(range(prompt_tokens), max_tokens=max_tokens)
     limit = config.max_position_embeddings
     if prompt_tokens + max_tokens > limit:
         raise RequestError(
             f"{prompt_tokens} prompt tokens and {max_tokens} new ones exceed the model's context of {limit}"
-        )
-
-
-def check_request(runner: ModelRunner, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises `RequestError` if the request is empty or longer than the model or the pool allows."""
-    check_context(runner.model.config, prompt_tokens, max_tokens)
-    rows = runner.pool.num_pages * runner.page_size
-    if prompt_tokens + max_tokens > rows:
-        raise RequestError(
-            f"{prompt_tokens} prompt tokens and {max_tokens} new ones exceed the KV pool of {rows} tokens"
         )
 
 
@@ -84,41 +70,28 @@ def stream(
     """Yields text as it becomes final and fills `result`; the pages are given back at the end, also when closed early.
 
     Raises:
-        RequestError: see `check_request`.
+        RequestError: the request is malformed or longer than the model or the pool allows.
     """
-    check_request(runner, len(prompt), max_tokens)
-    sequence, generator = Sequence(list(prompt)), params.generator()
-    matcher, decoder = StopMatcher(stop), tokenizer.stream()
-    began = time.perf_counter()
+    limits = EngineConfig(max_running=1, max_waiting=1, max_step_tokens=PREFILL_CHUNK, prefix_cache=False)
+    engine = Engine(runner, tokenizer, limits)
+    request = Request(prompt, params, max_tokens, stop)
+    engine.add(request)
+    began, first = time.perf_counter(), True
     try:
-        runner.ensure_pages(sequence, len(prompt) + max_tokens)
-        while sequence.cached < len(prompt):
-            logits = runner.step([(sequence, min(PREFILL_CHUNK, len(prompt) - sequence.cached))])
-        result.prefill_s = time.perf_counter() - began
-        began = time.perf_counter()
-        while True:
-            token = sample(logits[0].cpu(), params, generator)
-            if token in runner.model.config.stop_token_ids:
-                result.finish_reason = "stop"
-                break
-            sequence.tokens.append(token)
-            result.tokens += 1
-            shown, stopped = matcher.push(decoder.push(token))
-            result.text += shown
-            if shown:
-                yield shown
-            if stopped:
-                result.finish_reason = "stop"
-                break
-            if result.tokens == max_tokens:
-                break
-            logits = runner.step([(sequence, 1)])
-            result.decode_steps += 1
-            result.decode_s = time.perf_counter() - began
-        rest = matcher.flush()
-        if rest:
-            result.text += rest
-            yield rest
+        while engine.has_work:
+            outputs = engine.step()
+            result.step_bytes = runner.last_step_bytes()
+            for output in outputs:
+                now = time.perf_counter()
+                if first:
+                    result.prefill_s, began, first = now - began, now, False
+                else:
+                    result.decode_steps += 1
+                    result.decode_s = now - began
+                result.tokens = output.completion_tokens
+                result.finish_reason = output.finish_reason or result.finish_reason
+                result.text += output.text
+                if output.text:
+                    yield output.text
     finally:
-        result.step_bytes = runner.last_step_bytes() if sequence.cached else None
-        runner.free(sequence)
+        engine.abort(request.request_id)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
+from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.latent.codec import new_counters
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
@@ -32,7 +33,7 @@ class StepBytes:
     """Cache bytes of one step over all layers.
 
     Attributes:
-        needed: rows that attention must read once.
+        needed: rows that attention must read once for each sequence.
         read, written: what the backend read of the cache and of copies, and wrote of copies.
         pool_cast: what casting the whole pool to BF16 once per layer would have read and written; 0 if it is not FP8.
     """
@@ -47,12 +48,46 @@ class RunnerError(RuntimeError):
     """The runner cannot be set up for this model, layout or backend; one sentence."""
 
 
+@dataclass
+class _Batch:
+    """One forward's rows as lists; a request here is what attention takes as one.
+
+    Attributes:
+        tables, kv_lens, ends: per request its pages, its cached rows and the end of its query rows.
+        wanted: rows whose logits are wanted.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    kv_lens: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=lambda: [0])
+    wanted: list[int] = field(default_factory=list)
+
+    def add(self, token: int, position: int, slot: int) -> None:
+        self.ids.append(token)
+        self.positions.append(position)
+        self.slots.append(slot)
+
+    def close(self, pages: list[int], kv_len: int) -> None:
+        """Ends a request: the rows added since the last one are its queries."""
+        self.tables.append(pages)
+        self.kv_lens.append(kv_len)
+        self.ends.append(len(self.ids))
+
+    @property
+    def max_q_len(self) -> int:
+        return max(end - start for start, end in zip(self.ends[:-1], self.ends[1:], strict=True))
+
+
 class ModelRunner:
     """A model, its pool and its attention.
 
     Attributes:
         pool: the paged latent cache of all layers.
         counters: int64 [3], saturated, subnormal and NaN values written so far.
+        deterministic: a sequence's logits are the same bits in every batch; see `fixed_rows`.
     """
 
     def __init__(
@@ -63,22 +98,25 @@ class ModelRunner:
         attention_backend: str = "auto",
         num_pages: int,
         page_size: int = 64,
+        deterministic: bool = False,
     ) -> None:
         """Builds the pool and probes decode and extend of its own shapes.
 
         Raises:
             LayoutError, Refused, UnknownBackend: layout or backend cannot serve this model.
-            RunnerError: the backend runs but does not match the oracle.
+            RunnerError: the backend runs but does not match the oracle, or `deterministic` cannot be kept on this machine.
         """
         config = model.config
         layout = row_layout(kv_layout, config.kv_lora_rank, config.qk_rope_head_dim)
-        self.model, self.page_size = model, page_size
+        self.model, self.page_size, self.deterministic = model, page_size, deterministic
         self.pool = PagedPool(
             layout, num_layers=config.num_layers, num_pages=num_pages, page_size=page_size, device=model.device
         )
         self.attention = MLAPagedAttention(attention_backend)
         self.counters = new_counters(model.device)
-        self._plan: AttentionPlan | None = None
+        self._decoder = with_fixed_rows(model) if deterministic else model
+        self._plans: list[AttentionPlan] = []
+        self._rows_needed = 0
         self.attention_backend = self._warm_up()
 
     def _warm_up(self) -> str:
@@ -92,12 +130,15 @@ class ModelRunner:
             q_data_type=self.model.dtype,
             sm_scale=config.sm_scale,
             device=self.model.device.type,
+            batch_invariant=self.deterministic,
         )
         name = self.attention.resolve(spec)
-        for max_q_len in (1, 8):
-            result = probe_combination(name, ProblemSpec(**{**vars(spec), "max_q_len": max_q_len}))
+        for max_q_len in (1,) if self.deterministic else (1, 8):
+            result = probe_combination(name, replace(spec, max_q_len=max_q_len))
             if not result.verified:
                 raise RunnerError(result.reason)
+        if self.deterministic:
+            self._check_fixed_rows()
         return name
 
     def ensure_pages(self, sequence: Sequence, num_tokens: int) -> None:
@@ -122,47 +163,13 @@ class ModelRunner:
             float32 [len(chunks), vocab]: logits after each chunk's last token; with `every_token`, after each token of all
             chunks in order.
         """
-        device = self.model.device
-        ids, positions, slots, ends, lens = [], [], [], [0], []
-        for sequence, count in chunks:
-            start, end = sequence.cached, sequence.cached + count
-            ids.extend(sequence.tokens[start:end])
-            positions.append(torch.arange(start, end))
-            slots.append(self.pool.slots(sequence.pages, start, end))
-            ends.append(ends[-1] + count)
-            lens.append(end)
-        config = self.model.config
-        self._plan = self.attention.plan(
-            torch.tensor(ends, dtype=torch.int32, device=device),
-            block_tables=self.pool.block_table([sequence.pages for sequence, _ in chunks]),
-            seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-            num_heads=config.num_heads,
-            head_dim_ckv=config.kv_lora_rank,
-            head_dim_kpe=config.qk_rope_head_dim,
-            page_size=self.page_size,
-            sm_scale=config.sm_scale,
-            q_data_type=self.model.dtype,
-            kv_layout=self.pool.layout.name,
-            max_q_len=max(count for _, count in chunks),
-            total_q=ends[-1],
-            num_pages=self.pool.num_pages,
-        )
-        logits = self.model.forward(
-            ForwardBatch(
-                token_ids=torch.tensor(ids, device=device),
-                positions=torch.cat(positions).to(device),
-                slot_mapping=torch.cat(slots),
-                attention=self.attention,
-                cache=self.pool.storage,
-                counters=self.counters,
-                logit_rows=torch.arange(ends[-1], device=device)
-                if every_token
-                else torch.tensor(ends[1:], device=device) - 1,
-            )
-        )
+        batches = self._tiles(chunks, every_token) if self.deterministic else [self._whole(chunks, every_token)]
+        self._plans = []
+        logits = [self._forward(batch, self.pool) for batch in batches]
         for sequence, count in chunks:
             sequence.cached += count
-        return logits
+        self._rows_needed = sum(sequence.cached for sequence, _ in chunks)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def last_step_bytes(self) -> StepBytes:
         """Cache bytes of the last step.
@@ -170,14 +177,103 @@ class ModelRunner:
         Raises:
             RunnerError: no step was run.
         """
-        if self._plan is None:
+        if not self._plans:
             raise RunnerError("no step was run yet")
         layers, layout = self.model.config.num_layers, self.pool.layout
         rows = self.pool.num_pages * self.page_size
         bf16 = row_layout("bf16", layout.kv_lora_rank, layout.qk_rope_head_dim).row_bytes
         return StepBytes(
-            needed=self._plan.bytes_needed * layers,
-            read=self._plan.bytes_read * layers,
-            written=self._plan.bytes_written * layers,
+            needed=self._rows_needed * layout.row_bytes * layers,
+            read=sum(plan.bytes_read for plan in self._plans) * layers,
+            written=sum(plan.bytes_written for plan in self._plans) * layers,
             pool_cast=layers * rows * (layout.row_bytes + bf16) if layout.is_fp8 else 0,
         )
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        return sequence.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def _whole(self, chunks: Seq[tuple[Sequence, int]], every_token: bool) -> _Batch:
+        """One batch in which each chunk is one request of `count` query rows."""
+        batch = _Batch()
+        for sequence, count in chunks:
+            end = sequence.cached + count
+            for position in range(sequence.cached, end):
+                batch.add(sequence.tokens[position], position, self._slot(sequence, position))
+            batch.close(sequence.pages, end)
+        batch.wanted = list(range(batch.ends[-1])) if every_token else [end - 1 for end in batch.ends[1:]]
+        return batch
+
+    def _tiles(self, chunks: Seq[tuple[Sequence, int]], every_token: bool) -> list[_Batch]:
+        """Batches of `ROW_TILE` rows, each row a request of its own, in the chunks' order; the last one is filled up."""
+        tiles: list[_Batch] = []
+        for sequence, count in chunks:
+            end = sequence.cached + count
+            for position in range(sequence.cached, end):
+                if not tiles or len(tiles[-1].ids) == ROW_TILE:
+                    tiles.append(_Batch())
+                tile = tiles[-1]
+                if every_token or position == end - 1:
+                    tile.wanted.append(len(tile.ids))
+                tile.add(sequence.tokens[position], position, self._slot(sequence, position))
+                tile.close(sequence.pages, position + 1)
+        while len(tiles[-1].ids) < ROW_TILE:
+            tiles[-1].add(0, 0, -1)
+            tiles[-1].close([], 0)
+        return tiles
+
+    def _forward(self, batch: _Batch, pool: PagedPool) -> torch.Tensor:
+        """Logits of the wanted rows; in deterministic mode the last projection, too, sees the whole tile or nothing."""
+        device, config = self.model.device, self.model.config
+        plan = self.attention.plan(
+            torch.tensor(batch.ends, dtype=torch.int32, device=device),
+            block_tables=pool.block_table(batch.tables),
+            seq_lens=torch.tensor(batch.kv_lens, dtype=torch.int32, device=device),
+            num_heads=config.num_heads,
+            head_dim_ckv=config.kv_lora_rank,
+            head_dim_kpe=config.qk_rope_head_dim,
+            page_size=self.page_size,
+            sm_scale=config.sm_scale,
+            q_data_type=self.model.dtype,
+            kv_layout=pool.layout.name,
+            max_q_len=batch.max_q_len,
+            total_q=batch.ends[-1],
+            num_pages=pool.num_pages,
+            batch_invariant=self.deterministic,
+        )
+        self._plans.append(plan)
+        whole = self.deterministic and bool(batch.wanted)
+        logits = self._decoder.forward(
+            ForwardBatch(
+                token_ids=torch.tensor(batch.ids, device=device),
+                positions=torch.tensor(batch.positions, device=device),
+                slot_mapping=torch.tensor(batch.slots, device=device),
+                attention=self.attention,
+                cache=pool.storage,
+                counters=self.counters,
+                logit_rows=torch.tensor(
+                    list(range(ROW_TILE)) if whole else batch.wanted, dtype=torch.int64, device=device
+                ),
+            )
+        )
+        return logits[torch.tensor(batch.wanted, device=device)] if whole else logits
+
+    def _check_fixed_rows(self) -> None:
+        """Raises `RunnerError` if a row's logits depend on its place in the tile or on its neighbours."""
+        pool = PagedPool(
+            self.pool.layout,
+            num_layers=self.pool.num_layers,
+            num_pages=ROW_TILE,
+            page_size=self.page_size,
+            device=self.model.device,
+        )
+        sequences = [Sequence([i * 7919 % self.model.config.vocab_size], [i]) for i in range(ROW_TILE)]
+        together = self._forward(self._tiles([(s, 1) for s in sequences], False)[0], pool)
+        for order in (range(ROW_TILE - 1, -1, -1), range(0, ROW_TILE, 3), range(1, ROW_TILE, 2), [ROW_TILE - 1]):
+            again = self._forward(self._tiles([(sequences[i], 1) for i in order], False)[0], pool)
+            if not torch.equal(again, together[list(order)]):
+                raise RunnerError(
+                    f"deterministic mode cannot be kept here: a row's bits depend on its place in a tile of {ROW_TILE} "
+                    f"rows with {self.model.dtype} on {self.model.device}"
+                )
+        self._plans = []
+        self.counters.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
@@ -81,6 +82,42 @@ class SamplingParams:
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
         raise SamplingError(f"{name} is {value}: allowed is {allowed}")
+
+
+class Penalties:
+    """What changes a request's logits before its sampler: penalties over its own tokens, and biases."""
+
+    def __init__(self, params: SamplingParams, prompt: Seq[int], vocab_size: int) -> None:
+        self._params = params
+        self._penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        if self._penalised:
+            self._counts = torch.zeros(vocab_size, dtype=torch.int32)
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[torch.tensor(prompt)] = True
+        self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+
+    @property
+    def active(self) -> bool:
+        """Whether `apply` changes anything."""
+        return self._penalised or self._biased.numel() > 0
+
+    def count(self, token: int) -> None:
+        """Takes note of a generated token."""
+        if self._penalised:
+            self._counts[token] += 1
+            self._seen[token] = True
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """New logits float32 [vocab]: repetition, frequency and presence penalty, then bias."""
+        params, logits = self._params, logits.clone()
+        if self._penalised:
+            factor = params.repetition_penalty
+            seen = logits[self._seen]
+            logits[self._seen] = torch.where(seen > 0, seen / factor, seen * factor)
+            logits -= params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
+        logits[self._biased] += self._bias
+        return logits
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:

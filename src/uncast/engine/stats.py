@@ -24,7 +24,7 @@ class EngineStats:
         preemptions_total, swap_bytes_total: requests swapped out, and bytes copied out and back.
         steps_total, step_seconds_total: forward steps and the time they took.
         cache_bytes_needed_total: cache bytes that attention had to read once per request and step, over all layers.
-        cache_bytes_read_total, cache_bytes_written_total: what the backend read of the cache and of copies, and wrote of copies.
+        cache_bytes_read_total, cache_bytes_written_total: what the backend read of the cache and copies, and wrote of copies.
         saturated_total, subnormal_total, nan_total: values seen by the cache writer.
     """
 

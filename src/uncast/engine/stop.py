@@ -10,6 +10,9 @@ class StopMatcher:
 
     The stop string that is complete first wins (of two that end together, the longer), so the result does not depend on how
     the text is cut into pieces.
+
+    Attributes:
+        matched: the stop string that was met, None before.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -18,6 +21,7 @@ class StopMatcher:
             raise ValueError("a stop string must not be empty")
         self._stops = list(stops)
         self._held = ""
+        self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that may be shown now, and whether a stop string was met."""
@@ -25,7 +29,7 @@ class StopMatcher:
         hits = [(self._held.find(stop) + len(stop), stop) for stop in self._stops if stop in self._held]
         if hits:
             end, stop = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
-            shown, self._held = self._held[: end - len(stop)], ""
+            shown, self._held, self.matched = self._held[: end - len(stop)], "", stop
             return shown, True
         keep = self._longest_prefix()
         cut = len(self._held) - keep

@@ -1,0 +1,108 @@
+"""One admitted or waiting request: its tokens and pages, its random numbers, and the text that is not final yet."""
+
+from __future__ import annotations
+
+import torch
+
+from uncast.engine.prefix_cache import PrefixNode
+from uncast.engine.request import Request, RequestOutput, TokenLogprob
+from uncast.engine.runner import Sequence
+from uncast.engine.sampler import Penalties, sample
+from uncast.engine.stop import StopMatcher
+from uncast.engine.tokenizer import Tokenizer
+
+
+class ActiveRequest:
+    """Mutable state of one request.
+
+    Token and page ownership (page_size 4, `|` between pages):
+
+        tokens   p p p p | p p p p | p p g g | g
+                 [0, cached) have rows in `pages`        [cached, len(tokens)) are still to be run
+        pages    [0, shared) stand in the prefix tree    [shared, len(pages)) belong to this request alone
+                 (found there or given to it)            (partly filled, or the tree had the same tokens already)
+
+    Attributes:
+        arrival: grows with every request; the youngest is preempted first.
+        node, shared: where in the prefix tree `tokens[:shared * page_size]` end.
+        host: the bytes of all pages while the request is swapped out, else None.
+        cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    def __init__(
+        self, request: Request, arrival: int, tokenizer: Tokenizer, end_ids: frozenset[int], vocab: int
+    ) -> None:
+        self.request, self.arrival, self.end_ids = request, arrival, end_ids
+        self.sequence = Sequence(list(request.prompt))
+        self.node: PrefixNode | None = None
+        self.shared = 0
+        self.host: torch.Tensor | None = None
+        self.cached_tokens = 0
+        self.generated = 0
+        self.generator = request.params.generator()
+        self.penalties = Penalties(request.params, request.prompt, vocab)
+        self._matcher, self._decoder = StopMatcher(request.stop), tokenizer.stream()
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that have no row yet; 1 while decoding."""
+        return len(self.sequence.tokens) - self.sequence.cached
+
+    @property
+    def prefilling(self) -> bool:
+        return self.sequence.cached < len(self.request.prompt)
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether the likeliest token is taken and nothing else is asked for."""
+        params = self.request.params
+        return params.temperature == 0.0 and params.logprobs is None and not self.penalties.active
+
+    def choose(self, logits: torch.Tensor) -> tuple[int, TokenLogprob | None]:
+        """The next token from the model's logits float32 [vocab] on the host, and its log-probability if asked for."""
+        params = self.request.params
+        changed = self.penalties.apply(logits) if self.penalties.active else logits
+        token = sample(changed, params, self.generator)
+        if params.logprobs is None:
+            return token, None
+        log_p = logits.double().log_softmax(-1)
+        values, ids = log_p.topk(min(params.logprobs, log_p.numel()))
+        return token, TokenLogprob(token, float(log_p[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+    def accept(self, token: int, logprob: TokenLogprob | None) -> RequestOutput:
+        """Takes a sampled token: into the text, or as the end of it."""
+        if token in self.end_ids:
+            return self.output(self._matcher.flush(), finish_reason="stop", matched_stop=token)
+        self.sequence.tokens.append(token)
+        self.penalties.count(token)
+        self.generated += 1
+        text, stopped = self._matcher.push(self._decoder.push(token))
+        reason = "stop" if stopped else "length" if self.generated == self.request.max_tokens else None
+        if reason == "length":
+            text += self._matcher.flush()
+        logprobs = () if logprob is None else (logprob,)
+        return self.output(text, (token,), logprobs, reason, self._matcher.matched)
+
+    def aborted(self) -> RequestOutput:
+        """The last output of a request that was ended from outside."""
+        return self.output(self._matcher.flush(), finish_reason="abort")
+
+    def output(
+        self,
+        text: str,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        finish_reason: str | None = None,
+        matched_stop: str | int | None = None,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            matched_stop=matched_stop,
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.generated,
+        )

@@ -1,0 +1,48 @@
+"""Deterministic mode: every matrix product sees exactly `ROW_TILE` rows, so a row's bits cannot depend on its batch.
+
+A BLAS picks its code by the number of rows, and codes differ in their last bits; with one row count there is one code. What
+remains is that this code computes a row alike wherever it stands in the tile and whatever stands beside it: `check_fixed_rows`
+tests that on this machine, with the model itself.
+
+    step's rows   a17 | b40 b41 ... b55 | c3     a decodes, b prefills, c decodes
+    tiles         [a17 b40 ... b54] [b55 c3 - ... -]     `-`: no row of anyone; written nowhere, attends to nothing
+
+Attention takes each row as a request of its own with `position + 1` cached rows (in a tile, rows are written before anyone
+attends). So a row that prefill computed equals the one that decode would have computed, and chunks may be cut anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F
+
+from uncast.models.decoder import MLADecoder
+from uncast.models.layers import MoE, route
+
+ROW_TILE = 16
+"""Rows of a tile. 16 float32 or 32 BF16 rows keep every tile of any width on a 64-byte boundary."""
+
+
+@dataclass
+class FixedRowMoE(MoE):
+    """A mixture whose experts see the whole tile instead of the rows that chose them; the other rows' results are dropped."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = route(self.config, F.linear(x.to(torch.float32), self.router), self.bias)
+        out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
+        weights = weights.to(x.dtype)
+        for index in sorted(set(chosen.flatten().tolist())):
+            token, slot = (chosen == index).nonzero(as_tuple=True)
+            out.index_add_(0, token, self.experts[index](x)[token] * weights[token, slot, None])
+        return out
+
+
+def with_fixed_rows(model: MLADecoder) -> MLADecoder:
+    """The same weights in a decoder whose mixtures are `FixedRowMoE`; `model` itself is unchanged."""
+    layers = [
+        replace(layer, mlp=FixedRowMoE(**vars(layer.mlp))) if isinstance(layer.mlp, MoE) else layer
+        for layer in model.layers
+    ]
+    return MLADecoder(model.config, model.embed, layers, model.final_norm, model.lm_head)

@@ -1,0 +1,176 @@
+"""Who runs in the next step: decodes first, then prefill chunks, then new requests; preemption when the pool runs out.
+
+A request is in exactly one place:
+
+    waiting --admit--> running --finish--> gone
+                       |     ^
+              swap out v     | swap in, before anyone is admitted
+                       swapped
+
+`waiting` and `swapped` own no pages. The oldest running request can always go on: all other pages can be taken from younger
+requests (swapped out, youngest first) and from the prefix cache (evicted), and no request is longer than the pool.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+
+from uncast.engine.active import ActiveRequest
+from uncast.engine.prefix_cache import PrefixCache
+from uncast.engine.swap import copy_in, copy_out
+from uncast.latent.pool import OutOfPages, PagedPool
+
+
+def _arrival(active: ActiveRequest) -> int:
+    return active.arrival
+
+
+class Scheduler:
+    """Requests and their pages.
+
+    Attributes:
+        waiting, running, swapped: see the module; the last two in order of arrival.
+        preemptions, swap_bytes: requests swapped out, and bytes copied out and back.
+        prefix_query_tokens, prefix_hit_tokens: prompt tokens looked up in the prefix cache, and found.
+    """
+
+    def __init__(
+        self, pool: PagedPool, *, max_running: int, max_step_tokens: int, prefix_cache: PrefixCache | None
+    ) -> None:
+        self.pool, self.cache = pool, prefix_cache
+        self.max_running, self.max_step_tokens = max_running, max_step_tokens
+        self.waiting: deque[ActiveRequest] = deque()
+        self.running: list[ActiveRequest] = []
+        self.swapped: list[ActiveRequest] = []
+        self.preemptions = self.swap_bytes = 0
+        self.prefix_query_tokens = self.prefix_hit_tokens = 0
+
+    def schedule(self) -> list[tuple[ActiveRequest, int]]:
+        """Requests of the next step and how many of their tokens run; their pages are there."""
+        self._swap_in()
+        chunks: dict[ActiveRequest, int] = {}
+        for active in list(self.running):
+            # `active` may have been swapped out for an older one in this very loop.
+            if not active.prefilling and active.host is None and self._reserve(active):
+                chunks[active] = 1
+        budget = self.max_step_tokens - len(chunks)
+        for active in self.running:
+            if active.prefilling and budget:
+                chunks[active] = min(active.remaining, budget)
+                budget -= chunks[active]
+        while budget and self.waiting and self._admit(self.waiting[0]):
+            active = self.waiting.popleft()
+            chunks[active] = min(active.remaining, budget)
+            budget -= chunks[active]
+        return list(chunks.items())
+
+    def keep_full_pages(self, active: ActiveRequest) -> None:
+        """Puts pages that are full by now into the prefix tree."""
+        if self.cache is None:
+            return
+        sequence, size = active.sequence, self.pool.page_size
+        if active.node is None or not active.node.alive:
+            active.node, active.shared = self.cache.root, 0
+        for index in range(active.shared, sequence.cached // size):
+            key = tuple(sequence.tokens[index * size : (index + 1) * size])
+            active.node = self.cache.extend(active.node, key, sequence.pages[index])
+            active.shared = index + 1
+
+    def remove(self, active: ActiveRequest) -> None:
+        """Takes a finished or aborted request out, wherever it is, and gives up its pages (the prefix tree keeps its own)."""
+        for place in (self.running, self.swapped, self.waiting):
+            if active in place:
+                place.remove(active)
+        self._give_up_pages(active)
+        active.host = None
+
+    def pages_in_use(self) -> int:
+        """Pages that running requests own, shared ones counted once."""
+        return len({page for active in list(self.running) for page in list(active.sequence.pages)})
+
+    def _reserve(self, active: ActiveRequest) -> bool:
+        """A page for the row that a decode step writes; swaps out younger requests for it, or `active` itself if it is the
+        youngest (then False)."""
+        sequence = active.sequence
+        if sequence.cached < len(sequence.pages) * self.pool.page_size:
+            return True
+        while True:
+            try:
+                sequence.pages += self._allocate(1)
+                return True
+            except OutOfPages:
+                victim = self.running[-1]
+                self._swap_out(victim)
+                if victim is active:
+                    return False
+
+    def _admit(self, active: ActiveRequest) -> bool:
+        """Gives the first waiting request the pages of its whole prompt and of the first new row, found or fresh."""
+        if self.swapped or len(self.running) >= self.max_running:
+            return False
+        sequence, prompt = active.sequence, len(active.request.prompt)
+        found: list[int] = []
+        if self.cache is not None:
+            # The last prompt token always runs: its logits choose the first new token.
+            found, active.node = self.cache.match(sequence.tokens, prompt - 1)
+        wanted = self.pool.pages_for(prompt + 1) - len(found)
+        held = {page for other in self.running for page in other.sequence.pages}.union(found)
+        fresh = self._try_allocate(wanted, self.pool.num_pages - len(held))
+        if fresh is None:
+            self.pool.release(found)
+            return False
+        sequence.pages = found + fresh
+        active.shared = len(found)
+        sequence.cached = active.cached_tokens = active.shared * self.pool.page_size
+        self.prefix_query_tokens += prompt if self.cache is not None else 0
+        self.prefix_hit_tokens += active.cached_tokens
+        self.running.append(active)
+        return True
+
+    def _allocate(self, count: int) -> list[int]:
+        """Raises `OutOfPages` if even the prefix cache has not enough to give."""
+        missing = count - self.pool.num_free
+        if missing > 0 and self.cache is not None:
+            self.cache.evict(missing)
+        return self.pool.allocate(count)
+
+    def _try_allocate(self, count: int, obtainable: int) -> list[int] | None:
+        """Pages for a request that may wait; nothing is evicted for it unless it is enough."""
+        if count > obtainable:
+            return None
+        try:
+            return self._allocate(count)
+        except OutOfPages:  # a page of the prefix cache above one in use cannot be evicted
+            return None
+
+    def _swap_out(self, active: ActiveRequest) -> None:
+        sequence = active.sequence
+        active.host = copy_out(self.pool, sequence.pages[: self.pool.pages_for(sequence.cached)])
+        self._give_up_pages(active)
+        self.running.remove(active)
+        bisect.insort(self.swapped, active, key=_arrival)
+        self.preemptions += 1
+        self.swap_bytes += active.host.nbytes
+
+    def _swap_in(self) -> None:
+        """Oldest first, each with the pages that it needs for its next row, plus one to spare while others run."""
+        while self.swapped:
+            active = self.swapped[0]
+            assert active.host is not None
+            sequence = active.sequence
+            wanted = self.pool.pages_for(max(sequence.cached, len(active.request.prompt)) + 1)
+            spare = 1 if self.running else 0
+            pages = self._try_allocate(wanted, self.pool.num_pages - self.pages_in_use() - spare)
+            if pages is None:
+                return
+            copy_in(self.pool, active.host, pages[: active.host.shape[1]])
+            self.swap_bytes += active.host.nbytes
+            sequence.pages, active.host = pages, None
+            self.swapped.pop(0)
+            bisect.insort(self.running, active, key=_arrival)
+
+    def _give_up_pages(self, active: ActiveRequest) -> None:
+        pages, active.sequence.pages = active.sequence.pages, []
+        self.pool.release(pages)
+        active.node, active.shared = None, 0
