@@ -143,6 +143,7 @@ def make_plan(problem: Problem, num_sms: int) -> MmaPlan:
         num_heads=spec.num_heads,
         block_rows=config.block_rows,
         max_kv_len=problem.max_kv_len,
+        max_q_len=spec.max_q_len,
         num_ctas=num_ctas,
         batch_invariant=spec.batch_invariant,
     )

@@ -7,14 +7,16 @@ other lengths; items above the real count exit at once.
     query rows of a request   q_len * num_heads, folded: row = token * num_heads + head, in blocks of `block_rows`
     KV tiles of a request     ceil(kv_len / 64)
     chunk                     tiles per split, one number for the whole batch: c0 = ceil(sum(tiles * blocks) / target)
-                              is the smallest that fills `target` CTAs once; of eight candidates c0 .. 2 c0 the one with
-                              the smallest estimated makespan is taken (`estimate` below)
+                              is the smallest that fills `target` CTAs once; of eight candidates from c0 on the one with
+                              the smallest estimated makespan is taken that fits the grid (`choose_chunk`)
     splits of a request       ceil(tiles / chunk), at least 1, then evened out
     order of items            request, split, row block (row blocks of one split are neighbours: they share tiles in L2)
 
-Bounds: items <= target + blocks; partial results exist only for requests with two or more splits, and those have at most
-2 * target items, so scratch depends on the grid and not on the context. Requests with one split write their output
-themselves. `batch_invariant` fixes splits = min(16, ceil(tiles / 16)), a function of the request's own length.
+Bounds: items <= max(target, blocks) + min(target, blocks) / 2, and the chunk is raised until they are: idle CTAs cost a
+start and this schedule each, one after another on the few free multiprocessors. Partial results exist only for requests
+with two or more splits, and those have at most 2 * target items, so scratch depends on the grid and not on the context.
+Requests with one split write their output themselves. `batch_invariant` fixes splits = min(16, ceil(tiles / 16)), a
+function of the request's own length.
 
 The scheduled groups (request, row block) that need a combine are published in `sched`, int32 [1 + groups, 8]:
 row 0 = (number of groups, ...), row g + 1 = (first output row, rows, splits, first partial block, stride in partial
@@ -35,11 +37,12 @@ MIN_CHUNK = 2
 """Fewest tiles of a split: below it, a split's fixed cost exceeds its work."""
 MAX_CHUNK = 1 << 19
 """Most tiles of a split (33 million rows), where the fp32 division of `ceil_div` is still exact."""
+MAX_COST = (1 << 28) - 1
 INVARIANT_CHUNK = 16
 INVARIANT_SPLITS = 16
 CANDIDATES = 8
 SCHED_COLUMNS = 8
-BATCH_BUCKETS = (32, 256, 2048, 16384)
+BATCH_BUCKETS = (1, 32, 256, 2048, 16384)
 
 
 class ScheduleError(ValueError):
@@ -101,18 +104,24 @@ def plan_splits(
     max_kv_len: int,
     num_ctas: int,
     batch_invariant: bool = False,
+    max_q_len: int | None = None,
 ) -> SplitPlan:
     """Sizes of one batch shape, from shapes alone.
 
     Args:
         batch: requests. total_q: query tokens (upper bound). max_kv_len: upper bound of every length.
         num_ctas: CTAs of the kernel the device holds at once.
+        max_q_len: upper bound of one request's query tokens; it tightens the grid (an idle CTA still costs its start).
 
     Raises:
         ScheduleError: batch beyond the largest bucket.
     """
     bucket = batch_bucket(batch)
     blocks = -(-total_q * num_heads // block_rows) + min(batch, total_q)
+    if max_q_len is not None:
+        blocks = min(blocks, batch * -(-max_q_len * num_heads // block_rows))
+    if max_q_len is not None:
+        blocks = min(blocks, batch * -(-max_q_len * num_heads // block_rows))
     max_tiles = -(-max_kv_len // TILE)
     if batch_invariant:
         splits = max(1, min(INVARIANT_SPLITS, -(-max_tiles // INVARIANT_CHUNK)))
@@ -121,7 +130,8 @@ def plan_splits(
         groups = blocks if splits > 1 else 0
     else:
         splits = max(1, -(-max_tiles // MIN_CHUNK))
-        items = min(num_ctas + blocks, blocks * splits)
+        items = max(num_ctas, blocks) + (min(num_ctas, blocks) // 2 if batch > 1 else 0)
+        items = min(items, blocks * splits)
         partial = min(2 * num_ctas, items) if splits > 1 else 0
         groups = min(num_ctas, blocks) if splits > 1 else 0
     return SplitPlan(
@@ -152,21 +162,26 @@ class Item:
 
 def choose_chunk(plan: SplitPlan, tiles: Sequence[int], blocks: Sequence[int]) -> int:
     """The chunk the device takes; the same integer arithmetic as `find_work`."""
-    total = sum(t * r for t, r in zip(tiles, blocks, strict=True))
+    total, num_blocks = sum(t * r for t, r in zip(tiles, blocks, strict=True)), sum(blocks)
+    if plan.batch_bucket == 1:
+        return min(max(MIN_CHUNK, -(-tiles[0] // max(1, plan.target // max(1, num_blocks)))), MAX_CHUNK)
     c0 = min(max(MIN_CHUNK, -(-total // plan.target)), MAX_CHUNK)
+    room = plan.num_items - num_blocks
+    fits = min(-(-total // room), MAX_CHUNK) if room > 0 else MAX_CHUNK
     if plan.batch_bucket > 256:
-        return c0
+        return max(c0, fits)
     longest_request = max(tiles, default=0)
 
     def estimate(chunk: int) -> int:
         items = sum(r * max(1, -(-t // chunk)) for t, r in zip(tiles, blocks, strict=True))
         longest = min(chunk, longest_request) + plan.overhead
         waves = -(-items // plan.target)
-        return min(waves * longest, -(-(total + items * plan.overhead) // plan.target) + longest)
+        cost = min(waves * longest, -(-(total + items * plan.overhead) // plan.target) + longest)
+        return min(cost, MAX_COST) if items <= plan.num_items else MAX_COST
 
     candidates = [-(-c0 * (CANDIDATES - 1 + k) // (CANDIDATES - 1)) for k in range(CANDIDATES)]
-    best = min(estimate(c) for c in candidates)
-    return max(c for c in candidates if estimate(c) == best)
+    candidates[-1] = max(candidates[-1], fits)
+    return min(reversed(candidates), key=estimate)
 
 
 def reference_items(plan: SplitPlan, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Iterator[Item]:
@@ -194,8 +209,11 @@ def _add(a, b):
 
 @gluon.jit
 def ceil_div(a, c):
-    """ceil(a / c) for c > 0, a + c < 2^21, through fp32; exact because the +0.5 outweighs the rounding."""
-    return (((a + c - 1).to(gl.float32) + 0.5) / c.to(gl.float32)).to(gl.int32)
+    """ceil(a / c) for c > 0, a + c < 2^21, through an fp32 reciprocal; exact because the +0.5 outweighs the rounding."""
+    r = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [c.to(gl.float32)], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return (((a + c - 1).to(gl.float32) + 0.5) * r).to(gl.int32)
 
 
 @gluon.jit
@@ -218,23 +236,59 @@ def _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS: gl.constexp
 
 @gluon.jit
 def _choose_chunk(
-    qo_indptr, kv_len_arr, batch, num_heads, target, total, c0,
-    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """`choose_chunk` on the device: all eight candidates at once, batch along the lanes."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, NW], [1, 0])
-    i = gl.arange(0, BATCH, gl.SliceLayout(0, L))
+    tiles, blocks, target, total, num_blocks, c0, fits, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr
+):
+    """`choose_chunk` on the device: the batch along each warp's lanes, the candidates over the warps."""
+    L: gl.constexpr = gl.BlockedLayout([1, BATCH // 32], [1, 32], [NW, 1], [1, 0])
+    tiles = gl.convert_layout(tiles, gl.SliceLayout(0, L))
+    blocks = gl.convert_layout(blocks, gl.SliceLayout(0, L))
     k = gl.arange(0, 8, gl.SliceLayout(1, L))
-    tiles, blocks = _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS)
     chunk = (c0 * (7 + k) + 6) // 7
+    chunk = gl.where(k == 7, gl.maximum(chunk, fits), chunk)
     n = gl.maximum(ceil_div(tiles[None, :], chunk[:, None]), 1)
     items = gl.sum(n * blocks[None, :], 1)
     longest = gl.minimum(chunk, gl.max(tiles, 0)) + OVERHEAD
     waves = (items + target - 1) // target
     work = (total + items * OVERHEAD + target - 1) // target
-    cost = gl.minimum(waves * longest, work + longest)
-    best = gl.min(cost, 0)
-    return gl.max(gl.where(cost == best, chunk, 0), 0)
+    cost = gl.minimum(gl.minimum(waves * longest, work + longest), (1 << 28) - 1)
+    cost = gl.where(items <= gl.num_programs(0), cost, (1 << 28) - 1)
+    best = 7 - (gl.min(cost * 8 + (7 - k), 0) & 7)
+    return gl.where(best == 7, gl.maximum(2 * c0, fits), (c0 * (7 + best) + 6) // 7)
+
+
+@gluon.jit
+def _find_request(
+    item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, invariant,
+    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """(request of `item`, its first item, its first partial block, its first group, chunk); request = batch beyond the last.
+
+    Up to 256 requests every warp holds the whole batch, so that sums and scans need no barrier.
+    """
+    PER_LANE: gl.constexpr = BATCH // 32 if BATCH <= 256 else 1
+    L: gl.constexpr = gl.BlockedLayout([PER_LANE], [32], [NW], [0])
+    i = gl.arange(0, BATCH, L)
+    tiles, blocks = _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS)
+    total = gl.sum(tiles * blocks, 0)
+    num_blocks = gl.sum(blocks, 0)
+    c0 = gl.minimum(gl.maximum((total + target - 1) // target, 2), 1 << 19)
+    room = gl.num_programs(0) - num_blocks
+    fits = gl.where(room > 0, gl.minimum((total + room - 1) // gl.maximum(room, 1), 1 << 19), 1 << 19)
+    if BATCH <= 256:
+        chunk = _choose_chunk(tiles, blocks, target, total, num_blocks, c0, fits, BATCH, OVERHEAD, NW)
+    else:
+        chunk = gl.maximum(c0, fits)
+    n, _ = _splits(tiles, chunk, invariant)
+    ends = gl.associative_scan(n * blocks, 0, _add)
+    before = ends <= item
+    b = gl.sum(before.to(gl.int32), 0)
+    start = gl.max(gl.where(before, ends, 0), 0)
+    split = n > 1
+    part0 = gl.sum(gl.where(before & split, n * blocks, 0), 0)
+    group0 = gl.sum(gl.where(before & split, blocks, 0), 0)
+    if item == 0:
+        gl.store(sched, gl.sum(gl.where(split, blocks, 0), 0))
+    return b, start, part0, group0, chunk
 
 
 @gluon.jit
@@ -242,42 +296,40 @@ def find_work(
     item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant,
     BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """The work of CTA `item`; called by all `NW` warps of the CTA at its start.
+    """The work of CTA `item` of a grid of `SplitPlan.num_items`; called by all `NW` warps of the CTA at its start.
 
     `causal` and `invariant` are 0 or 1. Returns scalars (valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits,
     part): rows row0.. of request b (folded, at most BLOCK_ROWS), tiles tile0 <= t < tile1 (empty if tile1 <= tile0), `part`
     the partial block to write when num_splits > 1. `valid` is false for items beyond the last. Publishes the groups to
     combine in `sched`.
     """
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
-    i = gl.arange(0, BATCH, L)
-    tiles, blocks = _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS)
-    total = gl.sum(tiles * blocks, 0)
-    chunk = gl.minimum(gl.maximum((total + target - 1) // target, 2), 1 << 19)
-    if BATCH <= 256:
-        chunk = _choose_chunk(
-            qo_indptr, kv_len_arr, batch, num_heads, target, total, chunk, BLOCK_ROWS, BATCH, OVERHEAD, NW
+    if BATCH == 1:
+        b = item * 0
+        start = b
+        part0 = b
+        group0 = b
+        chunk = b
+    else:
+        b, start, part0, group0, chunk = _find_request(
+            item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, invariant, BLOCK_ROWS, BATCH, OVERHEAD, NW
         )
-    n, _ = _splits(tiles, chunk, invariant)
-    ends = gl.associative_scan(n * blocks, 0, _add)
-    split_ends = gl.associative_scan(gl.where(n > 1, n * blocks, 0), 0, _add)
-    group_ends = gl.associative_scan(gl.where(n > 1, blocks, 0), 0, _add)
-    before = ends <= item
-    b = gl.sum(before.to(gl.int32), 0)
-    start = gl.max(gl.where(before, ends, 0), 0)
-    part0 = gl.max(gl.where(before, split_ends, 0), 0)
-    group0 = gl.max(gl.where(before, group_ends, 0), 0)
-    if item == 0:
-        gl.store(sched, gl.max(group_ends, 0))
     valid = b < batch
     b = gl.minimum(b, batch - 1)
     kv_len = gl.load(kv_len_arr + b)
     q_start = gl.load(qo_indptr + b)
     q_len = gl.load(qo_indptr + b + 1) - q_start
     t = (kv_len + 63) // 64
-    num_splits, per = _splits(t, chunk, invariant)
     rows = q_len * num_heads
-    nb = gl.maximum((rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS, 1)
+    nb = (rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+    if BATCH == 1:
+        slots = gl.maximum(target // gl.maximum(nb, 1), 1)
+        chunk = gl.minimum(gl.maximum((t + slots - 1) // slots, 2), 1 << 19)
+    num_splits, per = _splits(t, chunk, invariant)
+    if BATCH == 1:
+        valid = item < num_splits * nb
+        if item == 0:
+            gl.store(sched, gl.where(num_splits > 1, nb, 0))
+    nb = gl.maximum(nb, 1)
     split = (item - start) // nb
     rb = item - start - split * nb
     row0 = rb * BLOCK_ROWS
