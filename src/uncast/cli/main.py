@@ -11,9 +11,11 @@ from uncast.version import __version__
 
 COMMANDS = {
     "generate": ("uncast.cli.generate", "generate text from a prompt and account for the cache bytes"),
+    "serve": ("uncast.cli.serve", "serve a model with the OpenAI API"),
     "bench": ("uncast.cli.bench", "measure attention and decoding"),
 }
 TORCH_HINT = "this command needs torch: pip install 'uncast[torch]'"
+SERVER_HINT = "this command needs a web server: pip install 'uncast[torch,server]'"
 
 
 class UsageError(Exception):
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name in ("torch", "numpy", "safetensors", "tokenizers", "jinja2"):
             return _fail(TORCH_HINT, 1)
+        if error.name in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
+            return _fail(SERVER_HINT, 1)
         raise
     except UsageError as error:
         return _fail(str(error), 2)

@@ -50,6 +50,11 @@ class Tokenizer:
         text: str = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def piece(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token (byte-level or `<0xE2>` pieces show a token's bytes); None if there is none."""
+        piece: str | None = self._fast.id_to_token(token_id)
+        return piece
+
     def stream(self) -> IncrementalDecoder:
         return IncrementalDecoder(self._fast)
 

@@ -1,0 +1,180 @@
+"""`uncast serve`: an OpenAI-compatible server over the engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from uncast.attention import ProblemError, Refused
+from uncast.attention.registry import UnknownBackend
+from uncast.checkpoints.bundled import BUNDLED, model_folder
+from uncast.checkpoints.load import load_config
+from uncast.checkpoints.source import CheckpointError, read_json
+from uncast.cli.generate import load_with_bar
+from uncast.cli.main import UsageError
+from uncast.engine.async_engine import AsyncEngine
+from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.runner import ModelRunner, RunnerError
+from uncast.engine.sampler import SamplingError, SamplingParams
+from uncast.engine.tokenizer import Tokenizer
+from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
+from uncast.models.config import ModelConfig
+from uncast.server.run import ListenError, listen, serve, url_of
+from uncast.server.state import ServerConfig, ServerState
+
+_ERRORS = (CheckpointError, LayoutError, ProblemError, Refused, RunnerError, SamplingError, UnknownBackend, ValueError)
+_CPU_POOL_BYTES = 1 << 30
+_GPU_POOL_SHARE = 0.8
+_LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    limits, config = EngineConfig(), ServerConfig("")
+    parser = argparse.ArgumentParser(
+        prog="uncast serve",
+        description="Serve an MLA model with the OpenAI API. The latent cache is read as it is stored.",
+        epilog="example: uncast serve --model tiny-glm --port 8000 --kv-cache-dtype fp8_ds_mla --api-key secret",
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    add("--model", default="tiny-glm", help=f"a Hugging Face folder, or one of {', '.join(BUNDLED)} (default)")
+    add("--served-model-name", metavar="NAME", help="the name in the API (default: the folder's)")
+    add(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", *LAYOUT_NAMES),
+        help="layout of the latent cache (default: auto)",
+    )
+    add("--attention-backend", default="auto", help="auto, torch_cpu, gather_cast:torch_cpu, pool_cast:torch_cpu, ...")
+    add("--deterministic", action="store_true", help="a seeded request's text is the same in every batch, bit for bit")
+    add("--page-size", type=int, default=64, help="cache rows per page, a power of two 1..128 (default: 64)")
+    add("--kv-pool-tokens", type=int, help="rows of the KV pool (default: what memory allows, 1 GiB on a CPU)")
+    add("--max-running", type=int, default=limits.max_running, help="requests in one batch (default: %(default)s)")
+    add(
+        "--max-queue",
+        type=int,
+        default=limits.max_waiting,
+        help="waiting requests; more get 429 (default: %(default)s)",
+    )
+    add("--max-body-bytes", type=int, default=config.max_body_bytes, help="larger get 413 (default: %(default)s)")
+    add("--api-key", help="key that clients must send (default: UNCAST_API_KEY, else none)")
+    add(
+        "--grace-seconds",
+        type=float,
+        default=config.grace_s,
+        help="time that running requests get after SIGTERM (default: %(default)g)",
+    )
+    add("--profile-dir", type=Path, help="folder for traces of /start_profile (default: profiling is off)")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command; see `uncast serve --help`."""
+    args = build_parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ListenError, _FolderError) as error:
+        print(f"uncast: {error}", file=sys.stderr)
+        return 1
+    except _ERRORS as error:
+        raise UsageError(str(error)) from error
+
+
+class _FolderError(OSError):
+    """A folder that cannot be written; one sentence."""
+
+
+def _run(args: argparse.Namespace) -> int:
+    folder = model_folder(args.model)
+    config = load_config(folder)
+    tokenizer = Tokenizer(folder)
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"port is {args.port}: allowed are 0 to {2**16 - 1}")
+    if args.page_size < 1:
+        raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
+    if args.max_queue < 1:
+        raise ValueError(f"max_queue is {args.max_queue}: at least 1 is needed")
+    limits = EngineConfig(
+        max_running=args.max_running,
+        max_waiting=args.max_queue,
+        max_step_tokens=max(args.max_running, EngineConfig.max_step_tokens),
+    )
+    server_config = ServerConfig(
+        model_name=args.served_model_name or (args.model if args.model in BUNDLED else folder.resolve().name),
+        max_body_bytes=args.max_body_bytes,
+        api_key=os.environ.get("UNCAST_API_KEY") or None if args.api_key is None else args.api_key,
+        grace_s=args.grace_seconds,
+        profile_dir=None if args.profile_dir is None else _writable(args.profile_dir),
+        sampling_defaults=_sampling_defaults(folder),
+    )
+    sock = listen(args.host, args.port)
+    _say(f"listening on {url_of(sock)}, loading {server_config.model_name}")
+    if args.host not in _LOCAL_HOSTS and server_config.api_key is None:
+        _say("warning: other machines can use this server without an API key")
+
+    def load() -> AsyncEngine:
+        model = load_with_bar(folder, config.num_layers)
+        runner = ModelRunner(
+            model,
+            kv_layout=args.kv_cache_dtype,
+            attention_backend=args.attention_backend,
+            num_pages=_pool_pages(args, config),
+            page_size=args.page_size,
+            deterministic=args.deterministic,
+        )
+        return AsyncEngine(Engine(runner, tokenizer, limits))
+
+    return asyncio.run(serve(ServerState(server_config), sock, load, _say))
+
+
+def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:
+    """Pages for `--kv-pool-tokens`, else for the memory there is, but no more than a full batch of full contexts."""
+    tokens = args.kv_pool_tokens
+    if tokens is None:
+        layout = row_layout(args.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
+        free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+        budget = int(free * _GPU_POOL_SHARE) if torch.cuda.is_available() else _CPU_POOL_BYTES
+        full = int(args.max_running) * config.max_position_embeddings
+        tokens = min(budget // (layout.row_bytes * config.num_layers), full)
+    elif tokens < 1:
+        raise ValueError(f"kv_pool_tokens is {tokens}: at least 1 is needed")
+    return max(1, -(-int(tokens) // int(args.page_size)))
+
+
+def _sampling_defaults(folder: Path) -> dict[str, float]:
+    """The model's own defaults, if its generation_config.json samples.
+
+    Raises:
+        CheckpointError, SamplingError: the file is not JSON or its values are out of range.
+    """
+    path = folder / "generation_config.json"
+    given = read_json(path) if path.is_file() else {}
+    if not given.get("do_sample", False):
+        return {}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    found = {name: given[name] for name in names if isinstance(given.get(name), int | float)}
+    SamplingParams(**found)
+    return found
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _FolderError(f"cannot write to {folder}: {error.strerror or error}") from None
+    return folder.resolve()
+
+
+def _say(line: str) -> None:
+    print(f"uncast: {line}", flush=True)

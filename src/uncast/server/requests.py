@@ -1,0 +1,137 @@
+"""Request bodies of the OpenAI API. Every field is checked: unknown names and values out of range are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+
+MAX_CHOICES = 128
+MAX_STOP_CHARS = 1000
+MAX_TOKENS = 2**31 - 1
+MAX_BIASES = 1024
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 3.0 is the integer 3."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"{len(value)} entries are more than the {MAX_BIASES} that are allowed")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+TokenId = Annotated[Int, Field(ge=0, le=MAX_TOKENS)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
+
+
+class Body(BaseModel):
+    """Base of all bodies: strict types, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = Field(None, description="send a last chunk without choices that holds the usage")
+    include_obfuscation: bool | None = Field(None, description="accepted and without effect")
+
+
+class SamplingBody(Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = Field(None, description="a name that /v1/models lists; the served model if left out")
+    max_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = Field(None, description="new tokens at most")
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = Field(
+        None, description="0 is greedy; default: the model's generation_config.json, else 1"
+    )
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = Field(
+        None, description="sample from the smallest set of tokens with this probability"
+    )
+    top_k: Annotated[Int, Field(ge=-1, le=MAX_TOKENS)] | None = Field(
+        None, description="extension: sample from the k best tokens; 0 and -1 are off"
+    )
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = Field(
+        None, description="extension: drop tokens under this share of the best one's probability"
+    )
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=0.01, le=10)] | None = Field(
+        None, description="extension: divides positive and multiplies negative logits of tokens seen so far"
+    )
+    ignore_eos: bool | None = Field(None, description="extension: go on after the model's end token")
+    presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(_few), Field(max_length=MAX_BIASES)] | None = Field(
+        None, description="token id to a number that is added to its logit"
+    )
+    n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="choices per prompt; default 1")
+    stop: StopText | Annotated[list[StopText], Field(max_length=4, fail_fast=True)] | None = Field(
+        None, description="up to 4 texts that end the answer; they are not part of it"
+    )
+    seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
+        None, description="the same seed and request give the same text"
+    )
+    stream: bool | None = Field(None, description="answer with server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="only with stream")
+    user: str | None = Field(None, description="accepted and without effect")
+    metadata: dict[str, Any] | None = Field(None, description="accepted and without effect")
+    store: bool | None = Field(None, description="accepted and without effect")
+
+
+class CompletionRequest(SamplingBody):
+    """Body of POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    ) = Field(description="a text, texts, token ids, or lists of token ids")
+    logprobs: Annotated[Int, Field(ge=0, le=5)] | None = Field(
+        None, description="log-probabilities of the chosen and of this many best tokens"
+    )
+    echo: bool | None = Field(None, description="begin the text with the prompt; not together with logprobs")
+
+
+class TextPart(Body):
+    """A text in a message's list of parts."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        None, description="a text or text parts; null only for an assistant"
+    )
+    name: str | None = Field(None, description="accepted; most chat templates do not use it")
+    refusal: str | None = Field(None, description="accepted and without effect")
+
+
+class TextFormat(Body):
+    """The only response format: plain text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(SamplingBody):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = Field(
+        None, description="new tokens at most; max_tokens is its older name"
+    )
+    logprobs: bool | None = Field(None, description="log-probabilities of the chosen tokens")
+    top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = Field(
+        None, description="and of this many best tokens; only with logprobs"
+    )
+    response_format: TextFormat | None = None

@@ -1,0 +1,128 @@
+"""What the handlers share: settings, the served model, and where the server is in its life."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from uncast.engine.async_engine import AsyncEngine
+from uncast.engine.tokenizer import Tokenizer
+from uncast.server.errors import ApiError, draining
+from uncast.server.metrics import Metrics
+from uncast.server.profiler import Profiler
+from uncast.server.tokens import TokenTexts
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of a server.
+
+    Attributes:
+        model_name: as /v1/models lists it.
+        max_body_bytes: larger bodies get 413.
+        api_key: if set, /v1/* and the profiler need `Authorization: Bearer KEY`.
+        grace_s: seconds that running requests get after SIGTERM.
+        profile_dir: where /stop_profile writes traces; None refuses profiling.
+        sampling_defaults: temperature, top_p, top_k, min_p of a request that does not give them.
+    """
+
+    model_name: str
+    max_body_bytes: int = 4 << 20
+    api_key: str | None = None
+    grace_s: float = 30.0
+    profile_dir: Path | None = None
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` naming the field."""
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes is {self.max_body_bytes}: at least 1 is needed")
+        if not 0 <= self.grace_s < float("inf"):
+            raise ValueError(f"grace_seconds is {self.grace_s}: allowed is 0 or more")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ValueError("the API key must be printable ASCII and not empty")
+
+
+@dataclass
+class Served:
+    """The model that is served.
+
+    Attributes:
+        vocab_size, context: of the model, in tokens.
+        pool_rows: tokens that the KV pool holds.
+        max_waiting: requests that the queue holds.
+    """
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    vocab_size: int
+    context: int
+    pool_rows: int
+    max_waiting: int
+    texts: TokenTexts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.texts = TokenTexts(self.tokenizer)
+
+    @classmethod
+    def of(cls, engine: AsyncEngine) -> Served:
+        core = engine.engine
+        model, pool = core.runner.model.config, core.runner.pool
+        return cls(
+            engine=engine,
+            tokenizer=core.tokenizer,
+            vocab_size=model.vocab_size,
+            context=model.max_position_embeddings,
+            pool_rows=pool.num_pages * core.runner.page_size,
+            max_waiting=core.config.max_waiting,
+        )
+
+    @property
+    def max_total(self) -> int:
+        """Tokens of the longest request, prompt and answer together."""
+        return min(self.context, self.pool_rows)
+
+
+class ServerState:
+    """A server's life: warming (`served` is None), ready, draining; or failed."""
+
+    def __init__(self, config: ServerConfig, served: Served | None = None) -> None:
+        self.config, self.served = config, served
+        self.created = int(time.time())
+        self.draining = False
+        self.metrics = Metrics(lambda: None if self.served is None else self.served.engine.stats())
+        self.profiler = Profiler(config.profile_dir)
+
+    @property
+    def phase(self) -> str:
+        """ "warming", "ready", "draining" or "failed"."""
+        if self.served is None:
+            return "draining" if self.draining else "warming"
+        if self.served.engine.failure is not None:
+            return "failed"
+        return "draining" if self.draining or self.served.engine.draining else "ready"
+
+    def require_model(self) -> Served:
+        """The served model, also while draining.
+
+        Raises:
+            ApiError: 503 while warming.
+        """
+        if self.served is None:
+            raise ApiError(503, "the model is being loaded", code="warming", headers={"Retry-After": "5"})
+        return self.served
+
+    def require_ready(self) -> Served:
+        """The served model.
+
+        Raises:
+            ApiError: 503 while warming, draining, or after a failure of the engine.
+        """
+        phase = self.phase
+        if phase == "ready" and self.served is not None:
+            return self.served
+        if phase == "draining":
+            raise draining()
+        failure = self.require_model().engine.failure
+        raise ApiError(503, str(failure), code="engine_failed")
