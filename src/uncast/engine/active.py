@@ -19,12 +19,12 @@ class ActiveRequest:
 
         tokens   p p p p | p p p p | p p g g | g
                  [0, cached) have rows in `pages`        [cached, len(tokens)) are still to be run
-        pages    [0, shared) stand in the prefix tree    [shared, len(pages)) belong to this request alone
-                 (found there or given to it)            (partly filled, or the tree had the same tokens already)
+        pages    [0, shared) stand in the prefix tree    [shared, len(pages)) belong to this request alone:
+                 (found there or given to it)            not full yet, or the tree has other bytes for these tokens
 
     Attributes:
         arrival: grows with every request; the youngest is preempted first.
-        node, shared: where in the prefix tree `tokens[:shared * page_size]` end.
+        node, shared: where in the prefix tree `tokens[:shared * page_size]` end; None: this request gives it no (more) pages.
         host: the bytes of all pages while the request is swapped out, else None.
         cached_tokens: prompt tokens found in the prefix cache.
     """

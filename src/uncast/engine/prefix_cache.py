@@ -4,12 +4,15 @@ A node is one page; the path from the root to it spells the tokens of that page 
 every token up to its own. Two requests whose prompts begin with the same full pages walk the same path and share its pages.
 
 Page ownership (pool refcounts): the tree owns each of its pages once, and every running request that uses one owns it once
-more. A leaf whose page nobody else owns can be evicted, the least recently used first; then its parent may be a leaf.
+more. A request that owns a node's page owns those of all nodes above it, so below an idle node (refcount 1) all are idle, and
+every idle page can be evicted: leaves first, the least recently used first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+
+import torch
 
 from uncast.latent.pool import PagedPool
 
@@ -17,14 +20,14 @@ Key = tuple[int, ...]
 
 
 class PrefixNode:
-    """One full page in the tree; `alive` is False once it was evicted (a request may still point at it)."""
+    """One full page in the tree."""
 
-    __slots__ = ("alive", "children", "key", "last_used", "page", "parent")
+    __slots__ = ("children", "key", "last_used", "page", "parent")
 
     def __init__(self, parent: PrefixNode | None, key: Key, page: int) -> None:
         self.parent, self.key, self.page = parent, key, page
         self.children: dict[Key, PrefixNode] = {}
-        self.last_used, self.alive = 0, True
+        self.last_used = 0
 
 
 class PrefixCache:
@@ -58,12 +61,13 @@ class PrefixCache:
         self.pool.retain(pages)
         return pages, node
 
-    def extend(self, node: PrefixNode, key: Key, page: int) -> PrefixNode:
-        """The child of `node` for the tokens `key`; made from `page`, which the tree then owns too, if it is not there.
+    def extend(self, node: PrefixNode, key: Key, page: int) -> PrefixNode | None:
+        """Makes `page`, which the caller owns, the page of `node`'s child for the tokens `key`; the tree then owns it too.
 
-        If it is there (another request computed the same tokens meanwhile), the caller's `page` stays the caller's alone.
+        A child that is there already has a page of its own. If that is idle, `page` takes its place. If other requests use it
+        and its bytes are the same, the child is returned as it is: the caller has to exchange `page` for `child.page` (see
+        `exchange`). If the bytes differ (rounding in another batch), neither can replace the other: None.
         """
-        self._clock += 1
         child = node.children.get(key)
         if child is None:
             child = node.children[key] = PrefixNode(node, key, page)
@@ -71,8 +75,21 @@ class PrefixCache:
             self._leaves.discard(node)
             self._leaves.add(child)
             self._size += 1
+        elif child.page != page and self._idle(child):
+            self.pool.retain([page])
+            self.pool.release([child.page])
+            child.page = page
+        elif child.page != page and not self._same_bytes(child.page, page):
+            return None
+        self._clock += 1
         child.last_used = self._clock
         return child
+
+    def exchange(self, child: PrefixNode, page: int) -> int:
+        """Trades the caller's ownership of `page` for one of `child.page`, which it returns."""
+        self.pool.retain([child.page])
+        self.pool.release([page])
+        return child.page
 
     def evict(self, count: int) -> int:
         """Frees up to `count` pages that no request uses, least recently used first; returns how many."""
@@ -96,8 +113,12 @@ class PrefixCache:
             stack.extend(node.children.values())
         return found
 
-    def _idle(self, leaf: PrefixNode) -> bool:
-        return self.pool.refcount(leaf.page) == 1
+    def _idle(self, node: PrefixNode) -> bool:
+        return self.pool.refcount(node.page) == 1
+
+    def _same_bytes(self, first: int, second: int) -> bool:
+        layers = range(self.pool.num_layers)
+        return all(torch.equal(self.pool.layer(i)[first], self.pool.layer(i)[second]) for i in layers)
 
     def _remove(self, leaf: PrefixNode) -> None:
         parent = leaf.parent
@@ -106,6 +127,5 @@ class PrefixCache:
         self._leaves.discard(leaf)
         if parent is not self.root and not parent.children:
             self._leaves.add(parent)
-        leaf.alive = False
         self._size -= 1
         self.pool.release([leaf.page])

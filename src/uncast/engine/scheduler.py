@@ -66,15 +66,17 @@ class Scheduler:
         return list(chunks.items())
 
     def keep_full_pages(self, active: ActiveRequest) -> None:
-        """Puts pages that are full by now into the prefix tree."""
-        if self.cache is None:
+        """Puts pages that are full by now into the prefix tree, in order, so that a request owns its whole path there."""
+        if self.cache is None or active.node is None:
             return
         sequence, size = active.sequence, self.pool.page_size
-        if active.node is None or not active.node.alive:
-            active.node, active.shared = self.cache.root, 0
         for index in range(active.shared, sequence.cached // size):
-            key = tuple(sequence.tokens[index * size : (index + 1) * size])
-            active.node = self.cache.extend(active.node, key, sequence.pages[index])
+            key, page = tuple(sequence.tokens[index * size : (index + 1) * size]), sequence.pages[index]
+            active.node = self.cache.extend(active.node, key, page)
+            if active.node is None:
+                return
+            if active.node.page != page:
+                sequence.pages[index] = self.cache.exchange(active.node, page)
             active.shared = index + 1
 
     def remove(self, active: ActiveRequest) -> None:
@@ -87,7 +89,7 @@ class Scheduler:
 
     def pages_in_use(self) -> int:
         """Pages that running requests own, shared ones counted once."""
-        return len({page for active in list(self.running) for page in list(active.sequence.pages)})
+        return len(self._owned())
 
     def _reserve(self, active: ActiveRequest) -> bool:
         """A page for the row that a decode step writes; swaps out younger requests for it, or `active` itself if it is the
@@ -115,12 +117,10 @@ class Scheduler:
             # The last prompt token always runs: its logits choose the first new token.
             found, active.node = self.cache.match(sequence.tokens, prompt - 1)
         wanted = self.pool.pages_for(prompt + 1) - len(found)
-        held = {page for other in self.running for page in other.sequence.pages}.union(found)
-        fresh = self._try_allocate(wanted, self.pool.num_pages - len(held))
-        if fresh is None:
+        if wanted > self.pool.num_pages - len(self._owned().union(found)):
             self.pool.release(found)
             return False
-        sequence.pages = found + fresh
+        sequence.pages = found + self._allocate(wanted)
         active.shared = len(found)
         sequence.cached = active.cached_tokens = active.shared * self.pool.page_size
         self.prefix_query_tokens += prompt if self.cache is not None else 0
@@ -135,14 +135,9 @@ class Scheduler:
             self.cache.evict(missing)
         return self.pool.allocate(count)
 
-    def _try_allocate(self, count: int, obtainable: int) -> list[int] | None:
-        """Pages for a request that may wait; nothing is evicted for it unless it is enough."""
-        if count > obtainable:
-            return None
-        try:
-            return self._allocate(count)
-        except OutOfPages:  # a page of the prefix cache above one in use cannot be evicted
-            return None
+    def _owned(self) -> set[int]:
+        """Pages of running requests; every other page is free or can be evicted from the prefix cache."""
+        return {page for active in list(self.running) for page in list(active.sequence.pages)}
 
     def _swap_out(self, active: ActiveRequest) -> None:
         sequence = active.sequence
@@ -161,14 +156,17 @@ class Scheduler:
             sequence = active.sequence
             wanted = self.pool.pages_for(max(sequence.cached, len(active.request.prompt)) + 1)
             spare = 1 if self.running else 0
-            pages = self._try_allocate(wanted, self.pool.num_pages - self.pages_in_use() - spare)
-            if pages is None:
+            if wanted + spare > self.pool.num_pages - self.pages_in_use():
                 return
-            copy_in(self.pool, active.host, pages[: active.host.shape[1]])
+            sequence.pages = self._allocate(wanted)
+            copy_in(self.pool, active.host, sequence.pages[: active.host.shape[1]])
             self.swap_bytes += active.host.nbytes
-            sequence.pages, active.host = pages, None
+            active.host = None
             self.swapped.pop(0)
             bisect.insort(self.running, active, key=_arrival)
+            # Where the prefix tree still has the same rows, one copy is enough.
+            active.node = None if self.cache is None else self.cache.root
+            self.keep_full_pages(active)
 
     def _give_up_pages(self, active: ActiveRequest) -> None:
         pages, active.sequence.pages = active.sequence.pages, []
