@@ -1,7 +1,7 @@
 """Compares the training module with transformers' Glm4MoeLiteForCausalLM on one checkpoint folder (default: random weights).
 
-transformers builds `q_a_layernorm` and `kv_a_layernorm` with eps 1e-6 whatever the config says; engines and this model use `rms_norm_eps`, so the
-check sets it on the transformers side. The MTP layer is not part of that class.
+transformers builds `q_a_layernorm` and `kv_a_layernorm` with eps 1e-6 whatever the config says; engines and this model use
+`rms_norm_eps`, so the check sets it on the transformers side. The MTP layer is not part of that class.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def difference(model: TinyGlm) -> float:
     tokens = torch.randint(model.c.vocab_size, (2, 192), generator=torch.Generator().manual_seed(1))
     expected = theirs(tokens).logits
     got = model.logits(model.hidden(tokens)[0])
-    return ((got - expected).norm() / expected.norm()).item()
+    return float((got - expected).norm() / expected.norm())
 
 
 def main() -> None:

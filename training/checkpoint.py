@@ -11,7 +11,7 @@ FP8_MAX = 448.0
 
 
 def to_hf(model: TinyGlm) -> dict[str, Tensor]:
-    """fp32 CPU tensors under the names that transformers' Glm4MoeLiteForCausalLM writes; the MTP layer is layer `num_hidden_layers`."""
+    """fp32 CPU tensors under the names that transformers' Glm4MoeLiteForCausalLM writes; MTP is layer `num_hidden_layers`."""
     return {name: view.detach().float().cpu().contiguous() for name, view in _views(model).items()}
 
 
@@ -56,15 +56,16 @@ def _views(model: TinyGlm) -> dict[str, Tensor]:
 
 def is_quantised(name: str) -> bool:
     """Linear layers are; embedding, norms, router, bias and `eh_proj` are not."""
-    return name.endswith("_proj.weight") and "eh_proj" not in name or name.endswith("kv_a_proj_with_mqa.weight")
+    return (name.endswith("_proj.weight") and "eh_proj" not in name) or name.endswith("kv_a_proj_with_mqa.weight")
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [O, I] -> (e4m3 [O, I], fp32 scales [ceil(O / 128), ceil(I / 128)]); weight = e4m3 * scale, edge blocks may be partial."""
+    """fp32 [O, I] -> (e4m3 [O, I], fp32 scales [ceil(O / 128), ceil(I / 128)]); weight = e4m3 * scale. Edges may be partial."""
     rows, cols = weight.shape
-    padded = torch.zeros(-(-rows // BLOCK) * BLOCK, -(-cols // BLOCK) * BLOCK)
+    grid_rows, grid_cols = -(-rows // BLOCK), -(-cols // BLOCK)
+    padded = torch.zeros(grid_rows * BLOCK, grid_cols * BLOCK)
     padded[:rows, :cols] = weight
-    amax = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).abs().amax(dim=(1, 3))
+    amax = padded.view(grid_rows, BLOCK, grid_cols, BLOCK).abs().amax(dim=(1, 3))
     scale = torch.where(amax > 0, amax / FP8_MAX, torch.ones_like(amax))
     return (weight / _spread(scale, rows, cols)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 

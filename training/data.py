@@ -1,7 +1,7 @@
 """Text preparation for `tiny-glm`: documents, a contiguous held-out split, the tokenizer and the token streams.
 
-The input is one UTF-8 file (plain or .xz) holding, in this order, six novels of Jane Austen, Moby-Dick, the State of the Union addresses, the King
-James Bible (`Ge1:1 ` verse prefixes) and Shakespeare. README.md names the public packages it comes from.
+The input is one UTF-8 file (plain or .xz) holding, in this order, six novels of Jane Austen, Moby-Dick, the State of the
+Union addresses, the King James Bible (`Ge1:1 ` verse prefixes) and Shakespeare. README.md names its public sources.
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ PRE_TOKEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PUNCTUATION = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "--", "–": "-", "‑": "-", "•": "*"})
+_PUNCTUATION = str.maketrans(
+    {
+        "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+        "\N{LEFT SINGLE QUOTATION MARK}": "'",
+        "\N{LEFT DOUBLE QUOTATION MARK}": '"',
+        "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+        "\N{EM DASH}": "--",
+        "\N{EN DASH}": "-",
+        "\N{NON-BREAKING HYPHEN}": "-",
+        "\N{BULLET}": "*",
+    }
+)
 _AUSTEN_TITLES = (
     "EMMA",
     "MANSFIELD PARK",
@@ -55,7 +66,7 @@ class Fragment:
 
 def read_text(path: Path) -> str:
     """The file as text with ASCII quotes and dashes. Raises FileNotFoundError for a missing file."""
-    raw = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+    raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     return raw.decode("utf-8").translate(_PUNCTUATION)
 
 
@@ -205,10 +216,14 @@ def train_tokenizer(train: list[Fragment], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def prefix_ids(tokenizer: Tokenizer) -> list[int]:
+    """The ids of `[gMASK]<sop>`, with which every context begins."""
+    return tokenizer.encode(PREFIX, add_special_tokens=False).ids
+
+
 def encode_stream(tokenizer: Tokenizer, fragments: list[Fragment]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
     """All fragments as one stream, each `[gMASK]<sop> text [<|endoftext|>]`, and the offsets at which paragraphs start."""
-    prefix = [tokenizer.token_to_id(t) for t in ("[gMASK]", "<sop>")]
-    end = tokenizer.token_to_id("<|endoftext|>")
+    prefix, end = prefix_ids(tokenizer), SPECIAL_TOKENS.index("<|endoftext|>")
     ids: list[int] = []
     starts: list[int] = []
     for f in fragments:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from checkpoint import from_fp8, from_hf
+from data import prefix_ids
 from model import ModelConfig, TinyGlm
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -49,7 +50,7 @@ def score(model: TinyGlm, rows: Tensor, n_bytes: int, prefix_len: int, batch: in
     nll = mtp_nll = 0.0
     n = m = hits = 0
     model.eval()
-    for part in rows.split(batch):
+    for part in torch.split(rows, batch):
         part = part.to(device)
         tokens, target = part[:, :-1].clamp(min=0), part[:, 1:].clone()
         target[:, : prefix_len - 1] = IGNORE
@@ -123,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer = load(args.model)
     text = args.text.read_text(encoding="utf-8")
-    prefix = [tokenizer.token_to_id("[gMASK]"), tokenizer.token_to_id("<sop>")]
+    prefix = prefix_ids(tokenizer)
     ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
     result = score(model, windows(ids, args.seq_len, prefix), len(text.encode()), len(prefix))
     print(json.dumps({"tokens": len(ids), "bytes": len(text.encode()), "seq_len": args.seq_len, **vars(result)}))

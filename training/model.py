@@ -1,7 +1,7 @@
 """The training form of `glm4_moe_lite`: multi-head latent attention, sigmoid-routed experts and one MTP layer.
 
-Attention runs un-absorbed (keys and values are expanded from the latent). All experts are computed for every token as one wide MLP whose hidden
-units are gated by the router's weights: for a small model that is faster than gathering, and equal to it.
+Attention runs un-absorbed (keys and values are expanded from the latent). All experts are computed for every token as one
+wide MLP whose hidden units are gated by the router's weights: for a small model that is faster than gathering, and equal.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rope_table(length: int, dim: int, theta: float, device: torch.device) -> tup
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the interleaved pairs (x0, x1), (x2, x3), ... of [..., S, dim]; the pairs stay interleaved."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x.float()[..., 0::2], x.float()[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -108,16 +108,18 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         c = self.c
         dn, dr, dv = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (-1, dn + dr)).transpose(1, 2)
+        b, s, _ = x.shape
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(b, s, -1, dn + dr).transpose(1, 2)
         ckv, kpe = self.kv_a_proj_with_mqa(x).split((c.kv_lora_rank, dr), dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(ckv)).unflatten(-1, (-1, dn + dv)).transpose(1, 2)
+        kv = self.kv_b_proj(self.kv_a_layernorm(ckv)).view(b, s, -1, dn + dv).transpose(1, 2)
         k_nope, v = kv.split((dn, dv), dim=-1)
         q = torch.cat((q[..., :dn], apply_rope(q[..., dn:], cos, sin)), dim=-1)
         kpe = apply_rope(kpe.unsqueeze(1), cos, sin).expand(-1, k_nope.shape[1], -1, -1)
         k = torch.cat((k_nope, kpe), dim=-1)
         v = F.pad(v, (0, dn + dr - dv))  # the fused kernels want equal widths
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=(dn + dr) ** -0.5)
-        return self.o_proj(out[..., :dv].transpose(1, 2).flatten(2))
+        y: Tensor = self.o_proj(out[..., :dv].transpose(1, 2).flatten(2))
+        return y
 
 
 class DenseMLP(nn.Module):
@@ -132,7 +134,7 @@ class DenseMLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts 0..E-1 and the shared expert, kept as slice E of the same tensors: gate/up [E+1, I, D], down [D, E+1, I]."""
+    """Routed experts 0..E-1 and, as slice E, the shared one, in three tensors: gate and up [E+1, I, D], down [D, E+1, I]."""
 
     bias: Tensor
 
@@ -156,7 +158,7 @@ class MoE(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.c.routed_scaling_factor
         gates = torch.cat((weights, torch.ones_like(weights[..., :1])), dim=-1).to(x.dtype).unsqueeze(-1)
         hidden = F.silu(F.linear(x, self.gate_proj.flatten(0, 1))) * F.linear(x, self.up_proj.flatten(0, 1))
-        hidden = (hidden.unflatten(-1, (-1, self.c.moe_intermediate_size)) * gates).flatten(-2)
+        hidden = (hidden.view(*x.shape[:-1], -1, self.c.moe_intermediate_size) * gates).flatten(-2)
         return F.linear(hidden, self.down_proj.flatten(1)), mask.flatten(0, -2).mean(0) / self.c.num_experts_per_tok
 
 
@@ -203,7 +205,7 @@ class TinyGlm(nn.Module):
             nn.init.normal_(p, std=std * depth if ("o_proj" in name or "down_proj" in name) else std)
 
     def blocks(self) -> list[Block]:
-        return [*self.layers, self.mtp_block]  # type: ignore[list-item]
+        return [*self.layers, self.mtp_block]
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         """tokens [B, S] -> (hidden after the final norm [B, S, D], expert loads per MoE layer)."""
@@ -218,7 +220,7 @@ class TinyGlm(nn.Module):
     def mtp_hidden(self, hidden: Tensor, next_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden of position i and token i+1 -> MTP hidden (after `shared_head.norm`) that predicts token i+2, [B, S, D].
 
-        The input is eh_proj(cat(enorm(embedding of the next token), hnorm(hidden after the final norm))), as in vLLM and SGLang.
+        Its input is eh_proj(cat(enorm(embedding of token i+1), hnorm(hidden after the final norm))), as in vLLM and SGLang.
         """
         cos, sin = rope_table(next_tokens.shape[1], self.c.qk_rope_head_dim, self.c.rope_theta, next_tokens.device)
         x = self.eh_proj(torch.cat((self.enorm(self.embed(next_tokens)), self.hnorm(hidden)), dim=-1)).float()

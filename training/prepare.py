@@ -19,6 +19,7 @@ from data import (
     split,
     train_tokenizer,
 )
+from numpy.typing import NDArray
 
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -33,7 +34,7 @@ GENERATION_CONFIG = {"eos_token_id": [0, 4], "pad_token_id": 0, "do_sample": Tru
 
 
 def prepare(data: Path, out: Path, vocab_size: int, chats: int, seed: int) -> None:
-    """Writes tokenizer files, `train`, `chat`, `val` arrays (uint16 ids and offsets), `heldout.txt` and `meta.json` to `out`."""
+    """Writes tokenizer files, `train`, `chat`, `val` arrays (uint16 ids, offsets), `heldout.txt` and `meta.json` to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     train, held = split(documents(read_text(data)))
@@ -46,7 +47,7 @@ def prepare(data: Path, out: Path, vocab_size: int, chats: int, seed: int) -> No
     chat_ids, chat_starts = encode_chats(tokenizer, train, chats, seed)
     texts = [f.text for f in held]
     val = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    arrays = {
+    arrays: dict[str, NDArray[np.generic]] = {
         "train": ids,
         "train_starts": starts,
         "chat": chat_ids,
@@ -61,9 +62,8 @@ def prepare(data: Path, out: Path, vocab_size: int, chats: int, seed: int) -> No
         "train_chars": sum(len(f.text) for f in train),
     }
     save_arrays(out, arrays, {**meta, "held_out": [f.source for f in held]})
-    print(
-        f"prepared in {time.monotonic() - began:.0f} s: {len(ids)} training tokens, {len(chat_ids)} chat, {len(arrays['val'])} held out"
-    )
+    counts = f"{len(ids)} training tokens, {len(chat_ids)} chat, {sum(map(len, val))} held out"
+    print(f"prepared in {time.monotonic() - began:.0f} s: {counts}", flush=True)
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """Trains `tiny-glm`: `python training/train_tiny_glm.py --data english-public-domain.txt.xz --out DIR`.
 
-One GPU, bf16 autocast, AdamW. The learning rate warms up, stays flat until the held-out loss stops falling or 70 % of the budget is spent, then falls
-linearly to zero. Weights are averaged (EMA); the average is what is scored and written. Routing is balanced without an auxiliary loss: after each
-step the router's bias moves by a constant towards the experts that got too few tokens (DeepSeek-V3 report, section 2.1.2).
+One GPU, bf16 autocast, AdamW. The learning rate warms up, stays flat until the held-out loss stops falling or 70 % of the
+budget is spent, then falls linearly to zero. Weights are averaged (EMA); the average is what is scored, and the best-scored
+one is written. Routing is balanced without an auxiliary loss: after each step the router's bias moves by a constant towards
+the experts that got too few tokens (DeepSeek-V3 report, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from batches import Batches
 from chat import render
 from checkpoint import to_hf
+from data import prefix_ids
 from evaluate import Score, generate, score, windows
 from model import ModelConfig, MoE, TinyGlm
 from prepare import prepare
@@ -35,46 +38,6 @@ COLUMNS = (
     *("val_loss", "val_bits_per_byte", "val_mtp_loss", "val_mtp_top1_acceptance", "max_expert_load"),
 )
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Stream:
-    """Windows of `length` tokens over one token stream. Each epoch shifts the grid and snaps every window to a text's start."""
-
-    def __init__(self, ids: Tensor, starts: Tensor, length: int, generator: torch.Generator) -> None:
-        self.ids, self.length, self.generator = ids, length, generator
-        self.starts = starts[starts + length < len(ids)]
-        self.order = torch.empty(0, dtype=torch.int64)
-
-    def take(self, n: int) -> Tensor:
-        """The next `n` windows, [n, length]."""
-        while len(self.order) < n:
-            shift = int(torch.randint(self.length, (1,), generator=self.generator))
-            grid = torch.arange(shift, int(self.starts[-1]) + 1, self.length)
-            snapped = self.starts[torch.searchsorted(self.starts, grid).clamp(max=len(self.starts) - 1)]
-            self.order = torch.cat((self.order, snapped[torch.randperm(len(snapped), generator=self.generator)]))
-        at, self.order = self.order[:n], self.order[n:]
-        device = self.ids.device
-        return self.ids[at.to(device)[:, None] + torch.arange(self.length, device=device)].long()
-
-
-class Batches:
-    """Plain windows, each `[gMASK]<sop>` + text, and a few rows of chat samples packed end to end; [batch, seq_len + 2]."""
-
-    def __init__(self, folder: Path, args: argparse.Namespace, prefix: list[int], device: torch.device) -> None:
-        def array(name: str) -> Tensor:
-            return torch.from_numpy(
-                np.load(folder / f"{name}.npy").astype(np.int32 if name in ("train", "chat") else np.int64)
-            )
-
-        generator = torch.Generator().manual_seed(args.seed)
-        self.n_chat = max(1, round(args.batch * args.chat_share))
-        self.n_text = args.batch - self.n_chat
-        self.prefix = torch.tensor(prefix, device=device).expand(self.n_text, -1)
-        self.text = Stream(array("train").to(device), array("train_starts"), args.seq_len + 2 - len(prefix), generator)
-        self.chat = Stream(array("chat").to(device), array("chat_starts"), args.seq_len + 2, generator)
-
-    def next(self) -> Tensor:
-        return torch.cat((torch.cat((self.prefix, self.text.take(self.n_text)), dim=1), self.chat.take(self.n_chat)))
 
 
 class Schedule:
@@ -143,7 +106,7 @@ def compiled(model: TinyGlm, batch: Tensor, enabled: bool) -> Loss:
 def _probe(model: TinyGlm, batch: Tensor, loss: Loss) -> tuple[float, Tensor]:
     """(loss, gradient of the embedding) of one batch; leaves no gradients behind."""
     main_loss, mtp_loss, _ = losses(model, batch, loss)
-    (main_loss + mtp_loss).backward()
+    torch.autograd.backward(main_loss + mtp_loss)
     assert model.embed_tokens.grad is not None
     gradient = model.embed_tokens.grad.clone()
     model.zero_grad(set_to_none=True)
@@ -205,71 +168,85 @@ def samples(model: TinyGlm, tokenizer: Tokenizer) -> str:
     return "\n".join(f"--- {p!r}\n{tokenizer.decode(t)}" for p, t in zip(prompts, texts, strict=True))
 
 
-def train(args: argparse.Namespace, prepared: Path) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(args.seed)
-    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
-    config = ModelConfig(**{"vocab_size": tokenizer.get_vocab_size(), **json.loads(args.config)})
-    prefix = [tokenizer.token_to_id(t) for t in ("[gMASK]", "<sop>")]
-    model = TinyGlm(config, args.dropout).to(device)
-    ema = copy.deepcopy(model).eval()
-    moes = [b.mlp for b in model.blocks() if isinstance(b.mlp, MoE)]
-    batches = Batches(prepared, args, prefix, device)
-    texts = np.split(np.load(prepared / "val.npy"), np.cumsum(np.load(prepared / "val_lengths.npy"))[:-1])
-    val_bytes = json.loads((prepared / "meta.json").read_text())["val_bytes"]
-    val = torch.cat([windows(t, args.seq_len, prefix) for t in texts])
-    loss = compiled(model, batches.next(), not args.no_compile and device.type == "cuda")
-    opt = optimiser(model, args, fused=device.type == "cuda")
-    schedule = Schedule(args.max_steps or args.minutes * 60, args.warmup)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device}", flush=True)
+class Trainer:
+    """Model, its average, data and optimiser of one run."""
 
-    began = time.monotonic()
-    step, best = 0, Score(float("inf"), 0.0, 0.0, 0.0)
-    sums, loads = torch.zeros(2, device=device), torch.zeros(1)
-    kept = ema.state_dict()
-    with open(args.out / "log.csv", "w", newline="") as handle:
-        log = csv.writer(handle)
-        log.writerow(COLUMNS)
-        while True:
-            spent = step if args.max_steps else time.monotonic() - began
-            factor = schedule.factor(step, spent)
-            if step and (step % args.eval_every == 0 or factor == 0):
-                result = score(ema, val, val_bytes, len(prefix))
-                schedule.observe(result.loss, spent)
-                means = (sums / ((step - 1) % args.eval_every + 1)).tolist()
-                row = [
-                    step,
-                    step * args.batch * args.seq_len,
-                    round(time.monotonic() - began, 1),
-                    factor * args.lr,
-                    *means,
-                ]
-                row += [*vars(result).values(), loads.max().item() * config.n_routed_experts]
-                log.writerow(row)
-                handle.flush()
-                print(" ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row), flush=True)
-                sums.zero_()
-                if result.loss < best.loss:
-                    best, kept = result, copy.deepcopy(ema.state_dict())
-                    if schedule.decay_from is not None:
-                        write_master(ema, prepared, args.out)
-            if factor == 0:
-                break
-            model.train()
-            for group in opt.param_groups:
-                group["lr"] = factor * args.lr
-            main_loss, mtp_loss, loads = losses(model, batches.next(), loss)
-            (main_loss + args.mtp_weight * (1.0 if schedule.decay_from is None else 1 / 3) * mtp_loss).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-            balance(moes, loads, args.bias_rate * factor)
-            average(ema, model, min(args.ema, (step + 1) / (step + 10)))
-            sums += torch.stack((main_loss.detach(), mtp_loss.detach()))
-            step += 1
-    ema.load_state_dict(kept)
-    write_master(ema, prepared, args.out)
-    print(f"best: {best}\n{samples(ema, tokenizer)}", flush=True)
+    def __init__(self, args: argparse.Namespace, prepared: Path) -> None:
+        self.args, self.prepared = args, prepared
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(args.seed)
+        self.tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+        config = ModelConfig(**{"vocab_size": self.tokenizer.get_vocab_size(), **json.loads(args.config)})
+        self.prefix = prefix_ids(self.tokenizer)
+        self.model = TinyGlm(config, args.dropout).to(self.device)
+        self.ema = copy.deepcopy(self.model).eval()
+        self.moes = [b.mlp for b in self.model.blocks() if isinstance(b.mlp, MoE)]
+        self.batches = Batches(prepared, args.batch, args.seq_len, args.chat_share, self.prefix, args.seed, self.device)
+        texts = np.split(np.load(prepared / "val.npy"), np.cumsum(np.load(prepared / "val_lengths.npy"))[:-1])
+        self.val = torch.cat([windows(t, args.seq_len, self.prefix) for t in texts])
+        self.val_bytes = int(json.loads((prepared / "meta.json").read_text())["val_bytes"])
+        self.loss = compiled(self.model, self.batches.next(), self.device.type == "cuda" and not args.no_compile)
+        self.opt = optimiser(self.model, args, fused=self.device.type == "cuda")
+        self.schedule = Schedule(args.max_steps or args.minutes * 60, args.warmup)
+        self.best = Score(float("inf"), 0.0, 0.0, 0.0)
+        self.kept = self.ema.state_dict()
+        print(f"{sum(p.numel() for p in self.model.parameters()):,} parameters, {self.device}", flush=True)
+
+    def step(self, number: int, factor: float) -> tuple[Tensor, Tensor]:
+        """One optimiser step; (next-token and MTP loss [2], loads [layers, experts]), both detached and on the device."""
+        args = self.args
+        self.model.train()
+        for group in self.opt.param_groups:
+            group["lr"] = factor * args.lr
+        main_loss, mtp_loss, loads = losses(self.model, self.batches.next(), self.loss)
+        mtp_weight = args.mtp_weight * (1.0 if self.schedule.decay_from is None else 1 / 3)
+        torch.autograd.backward(main_loss + mtp_weight * mtp_loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.opt.step()
+        self.opt.zero_grad(set_to_none=True)
+        balance(self.moes, loads, args.bias_rate * factor)
+        average(self.ema, self.model, min(args.ema, (number + 1) / (number + 10)))
+        return torch.stack((main_loss.detach(), mtp_loss.detach())), loads
+
+    def evaluate(self, spent: float) -> Score:
+        """Scores the average, tells the schedule, keeps the best one (on disk once the learning rate decays)."""
+        result = score(self.ema, self.val, self.val_bytes, len(self.prefix))
+        self.schedule.observe(result.loss, spent)
+        if result.loss < self.best.loss:
+            self.best, self.kept = result, copy.deepcopy(self.ema.state_dict())
+            if self.schedule.decay_from is not None:
+                write_master(self.ema, self.prepared, self.args.out)
+        return result
+
+    def run(self) -> None:
+        """Trains until the schedule ends, with one CSV row per evaluation, and writes the best average."""
+        args = self.args
+        began = time.monotonic()
+        step, sums, loads = 0, torch.zeros(2, device=self.device), torch.zeros(1)
+        with open(args.out / "log.csv", "w", newline="") as handle:
+            log = csv.writer(handle)
+            log.writerow(COLUMNS)
+            while True:
+                spent = step if args.max_steps else time.monotonic() - began
+                factor = self.schedule.factor(step, spent)
+                if step and (step % args.eval_every == 0 or factor == 0):
+                    result = self.evaluate(spent)
+                    means = (sums / ((step - 1) % args.eval_every + 1)).tolist()
+                    row = [step, step * args.batch * args.seq_len, time.monotonic() - began, factor * args.lr, *means]
+                    row += [*vars(result).values(), loads.max().item() * self.model.c.n_routed_experts]
+                    shown = [f"{v:.5g}" if isinstance(v, float) else str(v) for v in row]
+                    log.writerow(shown)
+                    handle.flush()
+                    print(" ".join(shown), flush=True)
+                    sums.zero_()
+                if factor == 0:
+                    break
+                both, loads = self.step(step, factor)
+                sums += both
+                step += 1
+        self.ema.load_state_dict(self.kept)
+        write_master(self.ema, self.prepared, args.out)
+        print(f"best: {self.best}\n{samples(self.ema, self.tokenizer)}", flush=True)
 
 
 def main() -> None:
@@ -299,7 +276,7 @@ def main() -> None:
     prepared = args.prepared or args.out
     if args.data:
         prepare(args.data, prepared, 4096, 16000, args.seed)
-    train(args, prepared)
+    Trainer(args, prepared).run()
 
 
 if __name__ == "__main__":
