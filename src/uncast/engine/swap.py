@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from uncast.latent.pool import PagedPool
+from uncast.verify.guard import allow_swap
 
 
 def copy_out(pool: PagedPool, pages: Seq[int]) -> torch.Tensor:
@@ -16,8 +17,9 @@ def copy_out(pool: PagedPool, pages: Seq[int]) -> torch.Tensor:
     """
     shape = (pool.num_layers, len(pages), pool.page_size, pool.layout.row_bytes)
     host = torch.empty(shape, dtype=torch.uint8)
-    for index, page in enumerate(pages):
-        host[:, index].copy_(pool.storage[:, page])
+    with allow_swap():
+        for index, page in enumerate(pages):
+            host[:, index].copy_(pool.storage[:, page])
     return host
 
 
