@@ -10,7 +10,8 @@ import torch
 
 from tests.tiny_model import build_model_folder
 from uncast.checkpoints.load import load_model
-from uncast.engine.generate import Generation, RequestError, stream
+from uncast.engine.generate import Generation, stream
+from uncast.engine.request import RequestError
 from uncast.engine.runner import ModelRunner, RunnerError, Sequence
 from uncast.engine.sampler import SamplingParams
 from uncast.engine.tokenizer import TemplateError, Tokenizer

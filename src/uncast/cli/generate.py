@@ -19,7 +19,8 @@ from uncast.checkpoints.load import load_config, load_model
 from uncast.checkpoints.source import CheckpointError, read_json
 from uncast.cli.main import UsageError
 from uncast.cli.summary import print_summary, summary
-from uncast.engine.generate import Generation, RequestError, check_context, stream
+from uncast.engine.generate import Generation, stream
+from uncast.engine.request import RequestError, check_lengths
 from uncast.engine.runner import ModelRunner, RunnerError
 from uncast.engine.sampler import SamplingError, SamplingParams
 from uncast.engine.tokenizer import TemplateError, Tokenizer
@@ -87,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer(folder)
     params = _sampling(args, folder)
     ids = tokenizer.chat([{"role": "user", "content": args.prompt}]) if args.chat else tokenizer.encode(args.prompt)
-    check_context(config, len(ids), args.max_tokens)
+    check_lengths(len(ids), args.max_tokens, context=config.max_position_embeddings)
     pool_tokens = len(ids) + args.max_tokens if args.kv_pool_tokens is None else args.kv_pool_tokens
     if args.page_size < 1:
         raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")

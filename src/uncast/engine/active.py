@@ -72,20 +72,25 @@ class ActiveRequest:
     def accept(self, token: int, logprob: TokenLogprob | None) -> RequestOutput:
         """Takes a sampled token: into the text, or as the end of it."""
         if token in self.end_ids:
-            return self.output(self._matcher.flush(), finish_reason="stop", matched_stop=token)
+            return self.output(self._rest(), finish_reason="stop", matched_stop=token)
         self.sequence.tokens.append(token)
         self.penalties.count(token)
         self.generated += 1
         text, stopped = self._matcher.push(self._decoder.push(token))
         reason = "stop" if stopped else "length" if self.generated == self.request.max_tokens else None
         if reason == "length":
-            text += self._matcher.flush()
+            text += self._rest()
         logprobs = () if logprob is None else (logprob,)
         return self.output(text, (token,), logprobs, reason, self._matcher.matched)
 
     def aborted(self) -> RequestOutput:
         """The last output of a request that was ended from outside."""
-        return self.output(self._matcher.flush(), finish_reason="abort")
+        return self.output(self._rest(), finish_reason="abort")
+
+    def _rest(self) -> str:
+        """What is held back when nothing more comes; a stop string that the last bytes complete still cuts it."""
+        text, stopped = self._matcher.push(self._decoder.flush())
+        return text if stopped else text + self._matcher.flush()
 
     def output(
         self,

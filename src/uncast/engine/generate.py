@@ -8,13 +8,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from uncast.engine.core import Engine, EngineConfig
-from uncast.engine.request import Request, RequestError
+from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner, StepBytes
 from uncast.engine.sampler import SamplingParams
 from uncast.engine.tokenizer import Tokenizer
-from uncast.models.config import ModelConfig
-
-__all__ = ["PREFILL_CHUNK", "Generation", "RequestError", "check_context", "stream"]
 
 PREFILL_CHUNK = 256
 
@@ -45,16 +42,6 @@ class Generation:
     def tokens_per_s(self) -> float:
         """Decode speed; the prompt's time is not in it. 0 if nothing was decoded."""
         return self.decode_steps / self.decode_s if self.decode_steps else 0.0
-
-
-def check_context(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises `RequestError` if the request is empty or longer than the model's context; looks at no token."""
-    Request(range(prompt_tokens), max_tokens=max_tokens)
-    limit = config.max_position_embeddings
-    if prompt_tokens + max_tokens > limit:
-        raise RequestError(
-            f"{prompt_tokens} prompt tokens and {max_tokens} new ones exceed the model's context of {limit}"
-        )
 
 
 def stream(

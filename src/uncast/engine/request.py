@@ -19,6 +19,19 @@ class RequestError(ValueError):
     """A request that is malformed or does not fit the model or the pool; one sentence that names the field."""
 
 
+def check_lengths(
+    prompt_tokens: int, max_tokens: int, *, context: int | None = None, pool_rows: int | None = None
+) -> None:
+    """Raises `RequestError` if a request of these lengths is empty or longer than the limits given."""
+    if prompt_tokens < 1:
+        raise RequestError("the prompt is empty: at least one token is needed")
+    if max_tokens < 1:
+        raise RequestError(f"max_tokens is {max_tokens}: at least 1 is needed")
+    for limit, what in ((context, "the model's context of {}"), (pool_rows, "the KV pool of {} tokens")):
+        if limit is not None and prompt_tokens + max_tokens > limit:
+            raise RequestError(f"{prompt_tokens} prompt tokens and {max_tokens} new ones exceed {what.format(limit)}")
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to continue. `n` completions are `n` requests: the prefix cache makes the later ones cheap.
@@ -43,10 +56,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Raises `RequestError`."""
-        if not self.prompt:
-            raise RequestError("the prompt is empty: at least one token is needed")
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}: at least 1 is needed")
+        check_lengths(len(self.prompt), self.max_tokens)
         if isinstance(self.stop, str):
             raise RequestError("stop is one string: a sequence of strings is needed")
         if any(not text for text in self.stop):
@@ -67,12 +77,7 @@ class Request:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(f"{name} has token {token}: the vocabulary has ids 0 to {vocab_size - 1}")
-        asked = f"{len(self.prompt)} prompt tokens and {self.max_tokens} new ones"
-        total = len(self.prompt) + self.max_tokens
-        if total > context:
-            raise RequestError(f"{asked} exceed the model's context of {context}")
-        if total > pool_rows:
-            raise RequestError(f"{asked} exceed the KV pool of {pool_rows} tokens")
+        check_lengths(len(self.prompt), self.max_tokens, context=context, pool_rows=pool_rows)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Tokenizer:
         return text
 
     def piece(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token (byte-level or `<0xE2>` pieces show a token's bytes); None if there is none."""
+        """The vocabulary's spelling of a token (byte-level or `<0xE2>` pieces show its bytes); None if there is none."""
         piece: str | None = self._fast.id_to_token(token_id)
         return piece
 
@@ -86,10 +86,19 @@ class IncrementalDecoder:
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast = fast
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that became final with this token, often empty within a multi-token character."""
-        return self._stream.step(self._fast, token_id) or ""
+        text = self._stream.step(self._fast, token_id) or ""
+        self._held = [] if text else [*self._held, token_id]
+        return text
+
+    def flush(self) -> str:
+        """The text of tokens held back at the end, with U+FFFD for what is no whole character."""
+        held, self._held = self._held, []
+        text: str = self._fast.decode(held, skip_special_tokens=True) if held else ""
+        return text
 
 
 def _raise_from_template(message: str) -> None:
