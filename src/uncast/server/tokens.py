@@ -68,7 +68,10 @@ class TextOffsets:
         self._offset = 0
 
     def push(self, raw: bytes) -> int:
-        """The offset of the token with these bytes."""
+        """The offset of the token with these bytes; of a token within a character, that of the character."""
+        unfinished = bool(self._decoder.getstate()[0])
+        goes_on = bool(raw) and 0x80 <= raw[0] < 0xC0
         offset = self._offset
         self._offset += len(self._decoder.decode(raw))
-        return offset
+        # Bytes that were no character after all are shown as one replacement character, before this token's text.
+        return offset + (unfinished and bool(raw) and not goes_on)

@@ -1,0 +1,36 @@
+"""One tiny model per worker, with a short and a long context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.live import LiveServer, live_server, with_context
+from tests.tiny_model import build_model_folder
+from uncast.engine.tokenizer import Tokenizer
+
+VOCAB = 282
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Context of 96 tokens: every request ends within a second."""
+    folder = tmp_path_factory.mktemp("server") / "tiny"
+    build_model_folder(folder, max_position_embeddings=96, vocab_size=VOCAB)
+    assert Tokenizer(folder).vocab_size == VOCAB, "every token id should have a text"
+    return folder
+
+
+@pytest.fixture(scope="session")
+def long_folder(folder: Path) -> Path:
+    """Context of 4096 tokens: a request can run for many seconds."""
+    return with_context(folder, folder.parent / "long", 4096)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LiveServer]:
+    with live_server(folder) as live:
+        yield live
+        live.wait_idle()

@@ -1,0 +1,176 @@
+"""Servers for tests: one in a thread of this process, whose engine can be looked into, and one as a user starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from uncast.checkpoints.load import load_model
+from uncast.engine.async_engine import AsyncEngine
+from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.runner import ModelRunner
+from uncast.engine.stats import EngineStats
+from uncast.engine.tokenizer import Tokenizer
+from uncast.server.app import create_app
+from uncast.server.run import listen, url_of
+from uncast.server.state import Served, ServerConfig, ServerState
+
+MODEL = "tiny"
+
+
+def with_context(folder: Path, target: Path, context: int) -> Path:
+    """A copy of a model folder with another context length."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    config["max_position_embeddings"] = context
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def make_engine(
+    folder: Path,
+    *,
+    pool_tokens: int = 4096,
+    page_size: int = 16,
+    max_running: int = 16,
+    max_waiting: int = 64,
+    deterministic: bool = False,
+) -> AsyncEngine:
+    """An engine that is not started."""
+    runner = ModelRunner(
+        load_model(folder), num_pages=pool_tokens // page_size, page_size=page_size, deterministic=deterministic
+    )
+    config = EngineConfig(max_running=max_running, max_waiting=max_waiting)
+    return AsyncEngine(Engine(runner, Tokenizer(folder), config))
+
+
+class LiveServer:
+    """A server on a free port, in a thread with its own event loop."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+        sock = listen("127.0.0.1", 0)
+        self.url = url_of(sock)
+        config = uvicorn.Config(create_app(state), http="h11", lifespan="off", log_level="warning", access_log=False)
+        self._server = uvicorn.Server(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(sock,), daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+
+    def _run(self, sock: Any) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._server.serve(sockets=[sock]))
+
+    @property
+    def engine(self) -> AsyncEngine:
+        assert self.state.served is not None
+        return self.state.served.engine
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def call(self, coroutine: Any) -> Any:
+        """Runs a coroutine in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    def wait_idle(self) -> EngineStats:
+        """Waits until no request is in the engine and checks that the pool's pages are all accounted for."""
+        wait_until(lambda: self.engine.active == 0 and not self.engine.engine.has_work)
+        self.call(self.engine.check_integrity())
+        stats = self.stats()
+        assert stats.pool_pages_free + stats.pool_pages_cached == stats.pool_pages, stats
+        assert self.engine.failure is None
+        return stats
+
+    def stop(self) -> None:
+        if self.state.served is not None:
+            self.call(self.engine.stop())
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(10)
+
+
+@contextmanager
+def live_server(folder: Path, engine: AsyncEngine | None = None, **settings: Any) -> Iterator[LiveServer]:
+    """A server in this process that is ready."""
+    engine = engine or make_engine(folder)
+    engine.start()
+    server = LiveServer(ServerState(ServerConfig(MODEL, **settings), Served.of(engine)))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class ServerProcess:
+    """`uncast serve` on a free port."""
+
+    def __init__(self, folder: Path, *options: str, wait_ready: bool = True) -> None:
+        command = [sys.executable, "-m", "uncast", "serve", "--model", str(folder), "--port", "0"]
+        self.process = subprocess.Popen(
+            [*command, "--served-model-name", MODEL, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self.line(r"listening on (http://\S+:\d+)")
+        if wait_ready:
+            self.line("(ready): ")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def line(self, pattern: str) -> str:
+        """Waits for the pattern in the output; its first group."""
+        wait_until(lambda: re.search(pattern, self.output) or self.process.poll() is not None, 60)
+        match = re.search(pattern, self.output)
+        assert match, f"no {pattern!r} in {self.output!r}"
+        return match[1]
+
+    def wait(self, timeout: float = 20) -> int:
+        code = self.process.wait(timeout)
+        self._reader.join(5)
+        return code
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+def wait_until(condition: Any, timeout: float = 20) -> None:
+    """Polls until the condition holds; fails after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def post(url: str, body: Any, **options: Any) -> httpx.Response:
+    return httpx.post(url, json=body, timeout=60, **options)
