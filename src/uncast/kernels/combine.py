@@ -12,7 +12,6 @@ additions depends on the number of splits only, so results repeat bitwise.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -23,51 +22,79 @@ _SCALARS = ["out_stride_t", "out_stride_h", "lse_stride_t", "lse_stride_h", "sca
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def _partials(partial_o, partial_lse, part, stride, row, c, n, d, BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr):
+    """Splits c .. c + SPLITS of one row: partial_o [SPLITS, channels] fp32 and partial_lse [SPLITS]."""
+    s = c + tl.arange(0, SPLITS)
+    at = (part.to(tl.int64) + s * stride) * BLOCK_ROWS + row
+    x = tl.load(partial_o + at[:, None] * 512 + d[None, :], mask=(s < n)[:, None], other=0.0)
+    return x.to(tl.float32), tl.load(partial_lse + at, mask=s < n, other=float("-inf"))
+
+
+@triton.jit
+def _merge(
+    u, units, partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h, scale,
+    num_heads, lse_mode, BLOCK_ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One unit. Its entry, then its first SPLITS partials are in flight at once: two round trips to L2 for most requests."""
+    CHUNKS: tl.constexpr = 512 // CHANNELS
+    entry = sched + (u // (BLOCK_ROWS * CHUNKS) + 1) * 8
+    first = tl.load(entry)
+    rows = tl.load(entry + 1)
+    n = tl.load(entry + 2)
+    part = tl.load(entry + 3)
+    stride = tl.load(entry + 4)
+    row = (u // CHUNKS) % BLOCK_ROWS
+    if (u < units) & (row < rows):
+        d = (u % CHUNKS) * CHANNELS + tl.arange(0, CHANNELS)
+        x, part_lse = _partials(partial_o, partial_lse, part, stride, row, 0, n, d, BLOCK_ROWS, SPLITS)
+        m = part_lse
+        for c in range(SPLITS, n, SPLITS):
+            s = c + tl.arange(0, SPLITS)
+            at = (part.to(tl.int64) + s * stride) * BLOCK_ROWS + row
+            m = tl.maximum(m, tl.load(partial_lse + at, mask=s < n, other=float("-inf")))
+        top = tl.max(m, 0)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        den = tl.exp2(part_lse - base)
+        acc = tl.sum(x * den[:, None], 0)
+        for c in range(SPLITS, n, SPLITS):
+            x, part_lse = _partials(partial_o, partial_lse, part, stride, row, c, n, d, BLOCK_ROWS, SPLITS)
+            w = tl.exp2(part_lse - base)
+            acc += tl.sum(x * w[:, None], 0)
+            den += w
+        total = tl.sum(den, 0)
+        acc = tl.where(total == 0, 0.0, acc * (scale / total))  # NaN stays NaN
+        flat = first + row
+        tok = (flat // num_heads).to(tl.int64)
+        head = flat % num_heads
+        tl.store(out + tok * out_stride_t + head * out_stride_h + d, acc.to(out.dtype.element_ty))
+        value = (tl.log2(total) + base) * tl.where(lse_mode == 2, LN2, 1.0)
+        tl.store(lse + tok * lse_stride_t + head * lse_stride_h, value, mask=(lse_mode > 0) & (u % CHUNKS == 0))
+
+
 @triton.jit(do_not_specialize=_SCALARS, do_not_specialize_on_alignment=["out", "lse"])
 def combine_kernel(
     partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
     out_scale, out_scale_ptr, scale_from_ptr, num_heads, lse_mode, BLOCK_ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. `out` [tokens, heads, 512] and `lse` [tokens, heads] by strides; lse_mode 0 none, 1 base
-    2, 2 base e. The output is multiplied by `out_scale`, or by what `out_scale_ptr` holds if `scale_from_ptr`."""
+    """Grid: any number of programs, at most one per unit that `sched` has room for. `out` [tokens, heads, 512] and `lse`
+    [tokens, heads] by strides; lse_mode 0 none, 1 base 2, 2 base e. The output is multiplied by `out_scale`, or by what
+    `out_scale_ptr` holds if `scale_from_ptr`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     scale = tl.where(scale_from_ptr != 0, tl.load(out_scale_ptr, mask=scale_from_ptr != 0, other=0.0), out_scale)
-    CHUNKS: tl.constexpr = 512 // CHANNELS
-    s = tl.arange(0, SPLITS)
-    units = tl.load(sched) * (BLOCK_ROWS * CHUNKS)
-    for u in range(tl.program_id(0), units, tl.num_programs(0)):
-        entry = sched + (u // (BLOCK_ROWS * CHUNKS) + 1) * 8
-        row = (u // CHUNKS) % BLOCK_ROWS
-        if row < tl.load(entry + 1):
-            n = tl.load(entry + 2)
-            part = tl.load(entry + 3).to(tl.int64)
-            stride = tl.load(entry + 4)
-            m = tl.full([SPLITS], float("-inf"), tl.float32)
-            for c in range(0, n, SPLITS):
-                at = (part + (c + s) * stride) * BLOCK_ROWS + row
-                m = tl.maximum(m, tl.load(partial_lse + at, mask=c + s < n, other=float("-inf")))
-            top = tl.max(m, 0)
-            base = tl.where(top == float("-inf"), 0.0, top)
-            d = (u % CHUNKS) * CHANNELS + tl.arange(0, CHANNELS)
-            acc = tl.zeros([CHANNELS], tl.float32)
-            den = tl.zeros([SPLITS], tl.float32)
-            for c in range(0, n, SPLITS):
-                at = (part + (c + s) * stride) * BLOCK_ROWS + row
-                x = tl.load(partial_o + at[:, None] * 512 + d[None, :], mask=(c + s < n)[:, None], other=0.0)
-                w = tl.exp2(tl.load(partial_lse + at, mask=c + s < n, other=float("-inf")) - base)
-                acc += tl.sum(x.to(tl.float32) * w[:, None], 0)
-                den += w
-            total = tl.sum(den, 0)
-            acc = tl.where(total > 0, acc * (scale / total), 0.0)
-            flat = tl.load(entry) + row
-            tok = (flat // num_heads).to(tl.int64)
-            head = flat % num_heads
-            tl.store(out + tok * out_stride_t + head * out_stride_h + d, acc.to(out.dtype.element_ty))
-            value = (tl.log2(total) + base) * tl.where(lse_mode == 2, LN2, 1.0)
-            tl.store(lse + tok * lse_stride_t + head * lse_stride_h, value, mask=(lse_mode > 0) & (u % CHUNKS == 0))
+    units = tl.load(sched) * (BLOCK_ROWS * (512 // CHANNELS))
+    _merge(
+        tl.program_id(0), units, partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t,
+        lse_stride_h, scale, num_heads, lse_mode, BLOCK_ROWS, CHANNELS, SPLITS,
+    )  # fmt: skip
+    for u in range(tl.program_id(0) + tl.num_programs(0), units, tl.num_programs(0)):
+        _merge(
+            u, units, partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t,
+            lse_stride_h, scale, num_heads, lse_mode, BLOCK_ROWS, CHANNELS, SPLITS,
+        )  # fmt: skip
 
 
 def unit_shape(plan: SplitPlan) -> tuple[int, int]:

@@ -5,6 +5,7 @@
 | `cta_barrier` | `gl.thread_barrier`               | `gl.barrier`                       |
 | `cp_async`    | `async_copy.async_copy_global_..` | `async_copy.async_load`            |
 | `tma_load`    | `tma.async_copy_global_to_shared` | `tma.async_load`                   |
+| `smem_view`   | `descriptor._reinterpret`         | `descriptor.reinterpret`           |
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["TRITON_VERSION", "cp_async", "cp_async_commit", "cp_async_wait", "cta_barrier", "mma_v2", "tma_load"]
+__all__ = ["TRITON_VERSION", "cp_async", "cp_async_commit", "cp_async_wait", "cta_barrier", "mma_v2", "smem_view", "tma_load"]
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
 
@@ -30,4 +31,5 @@ cta_barrier = _first(gl, "barrier", "thread_barrier")
 cp_async = _first(async_copy, "async_load", "async_copy_global_to_shared")
 cp_async_commit = async_copy.commit_group
 cp_async_wait = async_copy.wait_group
+smem_view = _first(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 tma_load = _first(tma, "async_load", "async_copy_global_to_shared")

@@ -1,0 +1,149 @@
+"""Host side of the Hopper kernel: what it supports, its plan and its launch (`wgmma_decode`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from uncast.attention.problem import Problem, ProblemSpec
+from uncast.kernels.combine import launch_combine
+from uncast.kernels.launch import Call, Scratch
+from uncast.kernels.schedule import SplitPlan, plan_splits
+from uncast.kernels.wgmma_decode import wgmma_decode_kernel
+
+ARCH = 90
+PAGE_SIZES = (64, 128)
+LAYOUTS = ("fp8_e4m3", "fp8_ds_mla")
+QUERY_DTYPES = (torch.bfloat16, torch.float16)
+LOG2E = 1.4426950408889634
+STAGES = {"fp8_e4m3": {16: 6, 32: 5, 64: 4}, "fp8_ds_mla": {16: 5, 32: 5, 64: 3}}
+"""Tiles in the ring per layout and block of query rows: as many as fit 227 KB of shared memory."""
+
+
+def supports(spec: ProblemSpec) -> str | None:
+    """None if the Hopper kernel can run `spec`, else the reason in one sentence. No device access."""
+    if spec.device != "cuda" or spec.arch != ARCH:
+        return f"the Hopper kernel needs compute capability 9.0, not {spec.arch / 10}: use the portable kernel"
+    if spec.kv_layout not in LAYOUTS:
+        return f"the Hopper kernel reads {', '.join(LAYOUTS)}, not {spec.kv_layout}: use the portable kernel"
+    if (spec.head_dim_ckv, spec.head_dim_kpe) != (512, 64):
+        return f"the Hopper kernel is for 512 + 64 channels, not {spec.head_dim_ckv} + {spec.head_dim_kpe}"
+    if spec.page_size not in PAGE_SIZES:
+        return f"the Hopper kernel reads pages of 64 or 128 rows, not {spec.page_size}: use the portable kernel"
+    if spec.q_data_type not in QUERY_DTYPES:
+        return f"the Hopper kernel takes bfloat16 or float16 queries, not {spec.q_data_type}"
+    if spec.kv_layout == "fp8_ds_mla" and spec.q_data_type != torch.bfloat16:
+        return "the Hopper kernel takes only bfloat16 queries for fp8_ds_mla: use the portable kernel"
+    return None
+
+
+def block_rows(rows: int) -> int:
+    """Query rows (token x head) of one CTA for requests of up to `rows` rows: the N of the MMA."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+
+
+@dataclass(frozen=True)
+class WgmmaPlan:
+    """Launch parameters and scratch of one problem; `launch` may be captured in a CUDA graph."""
+
+    problem: Problem
+    splits: SplitPlan
+    num_sms: int
+    scratch: Scratch
+
+
+def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
+    """Sizes and scratch for `problem`, from shapes alone (no device sync). `num_sms`: multiprocessors of the device.
+
+    Raises:
+        ScheduleError: batch beyond the scheduler's bound.
+    """
+    spec = problem.spec
+    splits = plan_splits(
+        batch=problem.batch_size,
+        total_q=problem.total_q,
+        num_heads=spec.num_heads,
+        block_rows=block_rows(spec.max_q_len * spec.num_heads),
+        max_kv_len=problem.max_kv_len,
+        max_q_len=spec.max_q_len,
+        num_ctas=num_sms,
+        batch_invariant=spec.batch_invariant,
+    )
+    if problem.batch_size == 1:
+        splits = replace(splits, batch_bucket=1)  # the schedule of one request is scalar arithmetic
+    return WgmmaPlan(problem, splits, num_sms, Scratch.allocate(splits, problem.kv_len_arr.device, torch.float16))
+
+
+def _descriptors(rows: torch.Tensor, layout: str) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """TMA descriptors of a tile's latent and rope in a pool viewed as `rows` [rows, row_bytes / 2] int16."""
+    wide, narrow = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(64, 16, 2)
+    ckv = TensorDescriptor.from_tensor(rows, [64, 256], wide)
+    if layout == "fp8_ds_mla":
+        return ckv, TensorDescriptor.from_tensor(rows, [64, 64], wide)
+    return ckv, TensorDescriptor.from_tensor(rows, [64, 32], narrow)
+
+
+def launch(plan: WgmmaPlan, call: Call) -> None:
+    """One layer's attention on the current stream, without a device sync; may be captured in a CUDA graph.
+
+    `call.cache` is [num_pages, page_size, row_bytes] contiguous bytes, 16-byte aligned.
+    """
+    problem, splits, scratch = plan.problem, plan.splits, plan.scratch
+    spec = problem.spec
+    rows = call.cache.view(torch.uint8).view(-1, spec.layout.row_bytes)
+    ckv_desc, kpe_desc = _descriptors(rows.view(torch.int16), spec.kv_layout)
+    external = spec.layout.has_external_scales
+    lse = scratch.partial_lse if call.lse is None else call.lse
+    wgmma_decode_kernel[(splits.num_items,)](
+        call.q_nope,
+        call.q_pe,
+        ckv_desc,
+        kpe_desc,
+        problem.qo_indptr,
+        problem.kv_indptr,
+        problem.kv_indices,
+        problem.kv_len_arr,
+        call.out,
+        lse,
+        scratch.partial_o,
+        scratch.partial_lse,
+        scratch.sched,
+        rows.view(torch.float32),
+        call.ckv_scale if external else 1.0,
+        call.kpe_scale if external else 1.0,
+        call.ckv_scale_ptr,
+        call.kpe_scale_ptr,
+        spec.sm_scale * LOG2E,
+        call.q_nope.stride(0),
+        call.q_nope.stride(1),
+        call.q_pe.stride(0),
+        call.q_pe.stride(1),
+        call.out.stride(0),
+        call.out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        spec.num_heads,
+        problem.batch_size,
+        splits.target,
+        int(spec.causal),
+        int(spec.batch_invariant),
+        call.lse_mode,
+        call.scale_flags if external else 0,
+        BN=splits.block_rows,
+        ST=STAGES[spec.kv_layout][splits.block_rows],
+        KC=32,
+        TC=16,
+        PAGE=spec.page_size,
+        BATCH=splits.batch_bucket,
+        OVERHEAD=splits.overhead,
+        DS=spec.kv_layout == "fp8_ds_mla",
+        num_warps=4,
+        launch_pdl=True,
+    )
+    launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external)
+
+
+__all__ = ["LAYOUTS", "PAGE_SIZES", "WgmmaPlan", "block_rows", "launch", "make_plan", "supports"]
