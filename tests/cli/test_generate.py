@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,15 @@ def test_unknown_commands_and_options_exit_2() -> None:
     for arguments in (["frobnicate"], ["generate", "x", "--frobnicate"], ["generate", "x", "--kv-cache-dtype", "fp4"]):
         run = subprocess.run([sys.executable, "-m", "uncast", *arguments], capture_output=True, text=True)
         assert run.returncode == 2 and "Traceback" not in run.stderr
+
+
+def test_the_bundled_model_writes_english_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """Most of what tiny-glm writes are words that its held-out text knows."""
+    from uncast.cli.bench_text import HELD_OUT
+
+    assert main(["generate", "It was in the month of", "--max-tokens", "120", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    known = set(re.findall(r"[a-z]+", HELD_OUT.read_text(encoding="utf-8").lower()))
+    words = re.findall(r"[a-z]+", str(facts["text"]).lower())
+    assert len(words) > 40 and sum(word in known for word in words) > 0.75 * len(words)
+    assert facts["kv_bytes_needed_per_step"] == facts["kv_bytes_read_per_step"]
