@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from uncast.engine.sampler import SamplingError, SamplingParams, sample
+from uncast.engine.sampler import Penalties, SamplingError, SamplingParams, sample
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.3, 0.2, 0.05])
 LOGITS = PROBABILITIES.log()
@@ -67,8 +67,38 @@ def test_seeds_repeat_and_differ() -> None:
         ("top_p", 1.1),
         ("min_p", 2.0),
         ("seed", -3),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("nan")),
+        ("logprobs", 21),
+        ("logprobs", -1),
     ],
 )
 def test_values_out_of_range_name_the_field(field: str, value: float) -> None:
     with pytest.raises(SamplingError, match=f"{field} is {value}: allowed is"):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_biases_out_of_range_name_token_and_value() -> None:
+    with pytest.raises(SamplingError, match="logit_bias is 101 for token 7: allowed is -100 to 100"):
+        SamplingParams(logit_bias={7: 101})
+    with pytest.raises(SamplingError, match="logit_bias is for token -7: allowed is token ids of 0 or more"):
+        SamplingParams(logit_bias={-7: 1})
+
+
+def test_penalties_without_effect_are_inactive() -> None:
+    assert not Penalties(SamplingParams(), [1], 5).active
+    for params in (SamplingParams(presence_penalty=0.1), SamplingParams(logit_bias={1: 0.5})):
+        assert Penalties(params, [1], 5).active
+
+
+def test_repetition_counts_the_prompt_and_the_others_do_not() -> None:
+    logits = torch.tensor([2.0, -2.0, 1.0])
+    repeated = Penalties(SamplingParams(repetition_penalty=2.0), [0, 1], 3).apply(logits)
+    assert repeated.tolist() == [1.0, -4.0, 1.0]
+    counted = Penalties(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [0, 1], 3)
+    for token in (2, 2):
+        counted.count(token)
+    assert counted.apply(logits).tolist() == [2.0, -2.0, 0.0]
+    assert logits.tolist() == [2.0, -2.0, 1.0]

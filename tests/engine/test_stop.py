@@ -28,6 +28,10 @@ def test_the_first_complete_of_several_wins() -> None:
     assert run(["cd", "b"], ["abcd"]) == ("a", True)
     assert run(["abcd", "c"], ["xabcd"]) == ("xab", True)
     assert run(["bc", "abc"], ["xabcd"]) == ("x", True)
+    matcher = StopMatcher(["cd", "b"])
+    assert matcher.matched is None
+    matcher.push("abcd")
+    assert matcher.matched == "b"
 
 
 def test_nothing_is_shown_that_a_stop_string_takes_back() -> None:

@@ -1,0 +1,95 @@
+"""Random requests, and engines that record what they computed."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+
+from uncast.engine.active import ActiveRequest
+from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.request import Request, RequestOutput
+from uncast.engine.runner import ModelRunner
+from uncast.engine.sampler import SamplingParams
+from uncast.engine.tokenizer import Tokenizer
+from uncast.models.decoder import MLADecoder
+
+PAGE = 8
+
+
+class RecordingEngine(Engine):
+    """Keeps every row of logits that a token was chosen from, by request."""
+
+    logits: defaultdict[str, list[torch.Tensor]]
+
+    def _choose(self, actives: list[ActiveRequest], logits: torch.Tensor) -> list[RequestOutput]:
+        for active, row in zip(actives, logits, strict=True):
+            self.logits[active.request.request_id].append(row.clone())
+        return super()._choose(actives, logits)
+
+
+def make_engine(
+    model: MLADecoder,
+    tokenizer: Tokenizer,
+    *,
+    pages: int,
+    deterministic: bool = False,
+    kv_layout: str = "fp8_ds_mla",
+    max_running: int = 8,
+    max_step_tokens: int = 32,
+    prefix_cache: bool = True,
+) -> RecordingEngine:
+    runner = ModelRunner(model, kv_layout=kv_layout, num_pages=pages, page_size=PAGE, deterministic=deterministic)
+    config = EngineConfig(max_running=max_running, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache)
+    engine = RecordingEngine(runner, tokenizer, config)
+    engine.logits = defaultdict(list)
+    return engine
+
+
+def random_requests(rng: random.Random, count: int, *, longest: int = 60, new: int = 24) -> list[Request]:
+    """Prompts of which many begin alike; greedy and sampled, with and without penalties."""
+    stems = [[rng.randrange(512) for _ in range(longest)] for _ in range(3)]
+    requests = []
+    for index in range(count):
+        stem = rng.choice(stems)[: rng.randint(0, longest - 1)]
+        tail = [rng.randrange(512) for _ in range(rng.randint(1, longest - len(stem)))]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 1.0]),
+            seed=index,
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            logprobs=rng.choice([None, 2]),
+        )
+        requests.append(Request([*stem, *tail], params, rng.randint(1, new), request_id=f"r{index}"))
+    return requests
+
+
+def run_all(
+    engine: Engine, requests: list[Request], *, rng: random.Random | None = None, abort_share: float = 0.0
+) -> dict[str, list[RequestOutput]]:
+    """Feeds requests in bursts, aborts some in whatever state they are, and checks the pool after every step."""
+    rng = rng or random.Random(0)
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    todo = list(reversed(requests))
+    while todo or engine.has_work:
+        for _ in range(rng.choice([0, 1, 1, 4])):
+            if todo:
+                engine.add(todo.pop())
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        if rng.random() < abort_share:
+            for output in engine.abort(rng.choice(requests).request_id):
+                outputs[output.request_id].append(output)
+        engine.check_integrity()
+    return outputs
+
+
+def alone(engine: Engine, request: Request) -> list[RequestOutput]:
+    """The request by itself on an engine whose prefix cache is off."""
+    assert engine.prefix_cache is None
+    return run_all(engine, [replace(request)])[request.request_id]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
