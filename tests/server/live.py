@@ -126,7 +126,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -172,5 +172,12 @@ def wait_until(condition: Any, timeout: float = 20) -> None:
         time.sleep(0.01)
 
 
+_CLIENT = httpx.Client(timeout=60, verify=False)
+
+
 def post(url: str, body: Any, **options: Any) -> httpx.Response:
-    return httpx.post(url, json=body, timeout=60, **options)
+    return _CLIENT.post(url, json=body, **options)
+
+
+def request(method: str, url: str, **options: Any) -> httpx.Response:
+    return _CLIENT.request(method, url, **options)

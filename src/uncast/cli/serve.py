@@ -26,12 +26,14 @@ from uncast.engine.sampler import SamplingError, SamplingParams
 from uncast.engine.tokenizer import Tokenizer
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.models.config import ModelConfig
+from uncast.models.decoder import MLADecoder
 from uncast.server.run import ListenError, listen, serve, url_of
 from uncast.server.state import ServerConfig, ServerState
 
 _ERRORS = (CheckpointError, LayoutError, ProblemError, Refused, RunnerError, SamplingError, UnknownBackend, ValueError)
 _CPU_POOL_BYTES = 1 << 30
 _GPU_POOL_SHARE = 0.8
+_NO_MEMORY = ("allocate memory", "out of memory", "overflow")  # torch's words; it has no class for them on a CPU
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -123,17 +125,27 @@ def _run(args: argparse.Namespace) -> int:
 
     def load() -> AsyncEngine:
         model = load_with_bar(folder, config.num_layers)
-        runner = ModelRunner(
-            model,
-            kv_layout=args.kv_cache_dtype,
-            attention_backend=args.attention_backend,
-            num_pages=_pool_pages(args, config),
-            page_size=args.page_size,
-            deterministic=args.deterministic,
-        )
+        runner = _runner(args, model, _pool_pages(args, config))
         return AsyncEngine(Engine(runner, tokenizer, limits))
 
     return asyncio.run(serve(ServerState(server_config), sock, load, _say))
+
+
+def _runner(args: argparse.Namespace, model: MLADecoder, num_pages: int) -> ModelRunner:
+    try:
+        return ModelRunner(
+            model,
+            kv_layout=args.kv_cache_dtype,
+            attention_backend=args.attention_backend,
+            num_pages=num_pages,
+            page_size=args.page_size,
+            deterministic=args.deterministic,
+        )
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or any(word in str(error) for word in _NO_MEMORY):
+            tokens = num_pages * args.page_size
+            raise ValueError(f"a KV pool of {tokens} tokens does not fit into memory: lower --kv-pool-tokens") from None
+        raise
 
 
 def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from uncast.server.errors import ApiError, bad_request
+from uncast.server.stream import ClientGone
 
 _DISCARD_BYTES = 64 << 20
 _DISCARD_SECONDS = 2.0
@@ -25,40 +26,36 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, of at most `limit` bytes.
+    """The body, of at most `limit` bytes. More is read on for a moment and dropped, so that a client that is still sending
+    gets to see the answer instead of a reset.
 
     Raises:
-        ApiError: 413, or 400 on a client that left before the end.
+        ApiError: 413.
+        ClientGone: the client left before the end.
     """
     declared = request.headers.get("content-length", "")
     too_large = declared.isdecimal() and int(declared) > limit
-    received = bytearray()
-    try:
-        async for part in request.stream():
-            if too_large:
-                await _discard(request, limit)
-                break
+    received, seen, deadline = bytearray(), 0, None
+    more = True
+    while more and seen <= limit + _DISCARD_BYTES:
+        if too_large and deadline is None:
+            deadline = asyncio.get_running_loop().time() + _DISCARD_SECONDS
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await request.receive()
+        except TimeoutError:
+            break
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        seen += len(part)
+        too_large = too_large or seen > limit
+        if not too_large:
             received += part
-            too_large = len(received) > limit
-    except ClientDisconnect:
-        raise bad_request("the client left before the end of the body") from None
-    if too_large or len(received) > limit:
+        more = message.get("more_body", False)
+    if too_large:
         raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     return bytes(received)
-
-
-async def _discard(request: Request, limit: int) -> None:
-    """Reads on for a moment, so that a client that is still sending gets to see the answer instead of a reset."""
-    seen = 0
-    try:
-        async with asyncio.timeout(_DISCARD_SECONDS):
-            while seen < _DISCARD_BYTES:
-                message = await request.receive()
-                seen += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
 
 
 def check_content_type(request: Request) -> None:
@@ -93,7 +90,7 @@ def _fault(errors: Sequence[ErrorDetails], data: Mapping[str, Any]) -> ApiError:
     """One error for the first field at fault; of several types that a field may have, the one that came furthest."""
     top = errors[0]["loc"][0] if errors[0]["loc"] else ""
     same = [error for error in errors if error["loc"] and error["loc"][0] == top]
-    path, error = max(((_path(e, data), e) for e in same), key=lambda pair: len(pair[0]))
+    path, error = max(((_path(e, data), e) for e in same), key=lambda pair: _progress(*pair))
     name = ".".join(str(step) for step in path)
     if error["type"] == "extra_forbidden":
         return _unknown_field(name)
@@ -110,6 +107,11 @@ def _fault(errors: Sequence[ErrorDetails], data: Mapping[str, Any]) -> ApiError:
         said = said[0].lower() + said[1:]
     given = f", not {_shown(error['input'])}" if isinstance(error["input"], bool | int | float | str) else ""
     return bad_request(f"{param}: {said}{given}", param, "invalid_value")
+
+
+def _progress(path: Sequence[int | str], error: ErrorDetails) -> tuple[bool, int, list[int]]:
+    """How far validation came: past the type, deep, late in a list."""
+    return not error["type"].endswith("_type"), len(path), [step for step in path if isinstance(step, int)]
 
 
 def _unknown_field(name: str) -> ApiError:
