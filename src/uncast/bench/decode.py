@@ -19,6 +19,7 @@ from uncast.engine.runner import ModelRunner, Sequence
 from uncast.models.decoder import MLADecoder
 
 WARM_UP_STEPS = 3
+PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class DecodeCase:
 
 
 def bench_decode(
-    model: MLADecoder, name: str, cases: list[DecodeCase], *, context: int, rounds: int, page_size: int = 64
+    model: MLADecoder, name: str, cases: list[DecodeCase], *, context: int, rounds: int
 ) -> Iterator[DecodeResult]:
     """Yields one result per case, all measured in turns over `rounds` decode steps that start at `context` rows."""
     generator = torch.Generator().manual_seed(0)
@@ -62,13 +63,13 @@ def bench_decode(
     ).tolist()
     runners, sequences = [], []
     for case in cases:
-        pages = -(-max(case.pool_tokens, len(tokens)) // page_size)
+        pages = -(-max(case.pool_tokens, len(tokens)) // PAGE_SIZE)
         runner = ModelRunner(
             model,
             kv_layout=case.kv_cache_dtype,
             attention_backend=case.attention_backend,
             num_pages=pages,
-            page_size=page_size,
+            page_size=PAGE_SIZE,
         )
         sequence = Sequence(list(tokens))
         runner.ensure_pages(sequence, len(tokens))
@@ -92,7 +93,7 @@ def bench_decode(
             kv_cache_dtype=runner.pool.layout.name,
             attention_backend=runner.attention_backend,
             context=context,
-            pool_tokens=runner.pool.num_pages * page_size,
+            pool_tokens=runner.pool.num_pages * PAGE_SIZE,
             ms_per_step=round(seconds * 1e3, 3),
             tokens_per_s=round(1 / seconds, 2),
             ratio_to_first=round(statistics.median(a / b for a, b in zip(taken, times[0], strict=True)), 3),

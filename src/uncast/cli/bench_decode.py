@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from uncast.bench.decode import DecodeCase, DecodeResult, bench_decode
+from uncast.bench.decode import PAGE_SIZE, WARM_UP_STEPS, DecodeCase, DecodeResult, bench_decode
 from uncast.checkpoints.bundled import model_folder
 from uncast.checkpoints.load import load_config
 from uncast.cli.generate import load_with_bar
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError(
             f"context {args.context} and {args.rounds} rounds exceed the model's {config.max_position_embeddings}"
         )
-    small = args.context + args.rounds + 64
+    small = -(-(args.context + args.rounds + WARM_UP_STEPS) // PAGE_SIZE) * PAGE_SIZE
     cases = [
         DecodeCase(args.kv_cache_dtype, args.attention_backend, small),
         DecodeCase(args.kv_cache_dtype, args.attention_backend, small * POOL_FACTOR),
