@@ -22,14 +22,14 @@ from uncast.models.decoder import MLADecoder
 def test_random_workload_in_a_tiny_pool(model: MLADecoder, tokenizer: Tokenizer, seed: int, prefix_cache: bool) -> None:
     """Preemption is forced; every request ends as it does alone, and the pool is whole after every step."""
     rng = random.Random(seed)
-    requests = random_requests(rng, 16, new=16)
-    engine = make_engine(model, tokenizer, pages=12, prefix_cache=prefix_cache)
+    requests = random_requests(rng, 16, longest=50, new=24)
+    engine = make_engine(model, tokenizer, pages=11, prefix_cache=prefix_cache)
     outputs = run_all(engine, requests, rng=rng)
     stats = engine.stats()
     assert stats.preemptions_total > 0 and stats.finished_total["length"] == 16
     assert (stats.prefix_hit_tokens_total > 0) == prefix_cache
-    assert stats.pool_pages_free + stats.pool_pages_cached == 12
-    single = make_engine(model, tokenizer, pages=12, prefix_cache=False)
+    assert stats.pool_pages_free + stats.pool_pages_cached == 11
+    single = make_engine(model, tokenizer, pages=11, prefix_cache=False)
     for request in requests:
         expected = alone(single, request)
         assert tokens_of(outputs[request.request_id]) == tokens_of(expected)
