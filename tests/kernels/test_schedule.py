@@ -33,6 +33,7 @@ def batches() -> list[tuple[list[int], list[int], dict[str, object]]]:
         ([1], [524288], {"num_heads": 8}),
         ([1], [0], {}),
         ([1] * 512, [2048] * 512, {}),
+        ([1] * 4000, [100] * 4000, {"num_heads": 5}),
         ([1] * 120, [64] * 119 + [524288], {}),
         ([4096] + [1] * 31, [36864] + [500] * 31, {"num_heads": 64, "block_rows": 64}),
     ]
@@ -104,8 +105,8 @@ def test_batch_invariant_splits_depend_on_the_own_length_only() -> None:
 
 
 def test_batches_beyond_the_largest_bucket_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="schedule at most 16384 requests"):
-        make_plan([1] * 16385, [1] * 16385)
+    with pytest.raises(ScheduleError, match="schedule at most 4096 requests"):
+        make_plan([1] * 4097, [1] * 4097)
 
 
 @gluon.jit(do_not_specialize=["batch", "num_heads", "target", "causal", "invariant"])

@@ -67,14 +67,16 @@ def choose_config(spec: ProblemSpec) -> MmaConfig:
     Depends on the batch through `max_q_len` only, and for `batch_invariant` problems not at all.
     """
     rows = spec.num_heads * (1 if spec.batch_invariant else spec.max_q_len)
+    large = shared_memory_limit(spec.arch) > 112 * 1024
     if spec.kv_layout == "bf16":
-        small = shared_memory_limit(spec.arch) < 112 * 1024
-        return MmaConfig(16, 32, 1 if small and needs_two("bf16", spec.q_data_type) else 2)
+        return MmaConfig(16, 32, 2 if large or not needs_two("bf16", spec.q_data_type) else 1)
     if rows <= 8:
         return MmaConfig(8, 64, 2)
     if spec.kv_layout == "fp8_e4m3":
         return MmaConfig(16, 64, 2) if rows <= 16 else MmaConfig(32, 32, 3)
-    return MmaConfig(16, 32, 3) if rows <= 16 else MmaConfig(32, 32, 2)
+    if rows <= 16:
+        return MmaConfig(16, 64, 2) if large else MmaConfig(16, 32, 3)
+    return MmaConfig(32, 32, 2)
 
 
 def constexprs(layout: str, q_data_type: torch.dtype, arch: int, config: MmaConfig, bucket: int) -> dict[str, object]:

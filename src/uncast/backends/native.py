@@ -1,0 +1,90 @@
+"""`native`: the project's own GPU kernels. The cache is read as it is stored, in every path.
+
+On Hopper the warp-specialised wgmma kernel runs what it supports, else the portable mma.sync kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from uncast.attention.backend import Backend, Capability
+from uncast.attention.problem import Problem, ProblemError, ProblemSpec
+from uncast.kernels import cache_write, mma_launch, wgmma_launch
+from uncast.kernels.launch import is_aligned, make_call
+from uncast.latent.codec import Scale
+
+
+class NativeBackend(Backend):
+    """Portable and Hopper kernels behind one plan.
+
+    Args:
+        kernel: "auto", "mma" (portable) or "wgmma" (Hopper); the latter two are for tests and benchmarks.
+    """
+
+    name = "native"
+
+    def __init__(self, kernel: str = "auto") -> None:
+        if kernel not in ("auto", "mma", "wgmma"):
+            raise ProblemError(f"kernel is {kernel!r}: allowed are auto, mma and wgmma")
+        self._kernel = kernel
+        self._plan: mma_launch.MmaPlan | wgmma_launch.WgmmaPlan | None = None
+
+    def capability(self, spec: ProblemSpec) -> Capability:
+        reason = wgmma_launch.supports(spec) if self._kernel == "wgmma" else mma_launch.supports(spec)
+        return Capability.refused(reason) if reason else Capability.claimed()
+
+    def plan(self, problem: Problem) -> None:
+        device = problem.kv_len_arr.device
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._problem = problem
+        self._dummy = torch.ones(1, dtype=torch.float32, device=device)
+        if problem.batch_size == 0 or problem.total_q == 0:
+            self._plan = None
+        elif self._kernel != "mma" and wgmma_launch.supports(problem.spec) is None:
+            self._plan = wgmma_launch.make_plan(problem, num_sms)
+        else:
+            self._plan = mma_launch.make_plan(problem, num_sms)
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        cache: torch.Tensor,
+        *,
+        ckv_scale: Scale,
+        kpe_scale: Scale,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        if self._plan is None:
+            return
+        if cache.data_ptr() % 16:
+            raise ProblemError("the cache must start at a 16-byte boundary")
+        target = out if is_aligned(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+        call = make_call(
+            q_nope, q_pe, cache, target, lse,
+            lse_base=self._problem.spec.lse_base, ckv_scale=ckv_scale, kpe_scale=kpe_scale, dummy=self._dummy,
+        )  # fmt: skip
+        if isinstance(self._plan, mma_launch.MmaPlan):
+            mma_launch.launch(self._plan, call)
+        else:
+            wgmma_launch.launch(self._plan, call)
+        if target is not out:
+            out.copy_(target)
+
+    def write(
+        self,
+        ckv: torch.Tensor,
+        kpe: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        kv_layout: str,
+        ckv_scale: Scale,
+        kpe_scale: Scale,
+        counters: torch.Tensor | None,
+    ) -> None:
+        cache_write.write_rows(
+            ckv, kpe, cache, slot_mapping,
+            kv_layout=kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
+        )  # fmt: skip
