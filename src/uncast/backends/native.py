@@ -40,10 +40,10 @@ class NativeBackend(Backend):
         self._dummy = torch.ones(1, dtype=torch.float32, device=device)
         if problem.batch_size == 0 or problem.total_q == 0:
             self._plan = None
-        elif self._kernel != "mma" and wgmma_launch.supports(problem.spec) is None:
-            self._plan = wgmma_launch.make_plan(problem, num_sms)
-        else:
-            self._plan = mma_launch.make_plan(problem, num_sms)
+            return
+        hopper = self._kernel != "mma" and wgmma_launch.supports(problem.spec) is None
+        with torch.cuda.device(device):
+            self._plan = (wgmma_launch if hopper else mma_launch).make_plan(problem, num_sms)
 
     def run(
         self,
@@ -65,10 +65,11 @@ class NativeBackend(Backend):
             q_nope, q_pe, cache, target, lse,
             lse_base=self._problem.spec.lse_base, ckv_scale=ckv_scale, kpe_scale=kpe_scale, dummy=self._dummy,
         )  # fmt: skip
-        if isinstance(self._plan, mma_launch.MmaPlan):
-            mma_launch.launch(self._plan, call)
-        else:
-            wgmma_launch.launch(self._plan, call)
+        with torch.cuda.device(cache.device):
+            if isinstance(self._plan, mma_launch.MmaPlan):
+                mma_launch.launch(self._plan, call)
+            else:
+                wgmma_launch.launch(self._plan, call)
         if target is not out:
             out.copy_(target)
 
@@ -84,7 +85,8 @@ class NativeBackend(Backend):
         kpe_scale: Scale,
         counters: torch.Tensor | None,
     ) -> None:
-        cache_write.write_rows(
-            ckv, kpe, cache, slot_mapping,
-            kv_layout=kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
-        )  # fmt: skip
+        with torch.cuda.device(cache.device):
+            cache_write.write_rows(
+                ckv, kpe, cache, slot_mapping,
+                kv_layout=kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
+            )  # fmt: skip

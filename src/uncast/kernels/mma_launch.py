@@ -69,7 +69,9 @@ def choose_config(spec: ProblemSpec) -> MmaConfig:
     rows = spec.num_heads * (1 if spec.batch_invariant else spec.max_q_len)
     large = shared_memory_limit(spec.arch) > 112 * 1024
     if spec.kv_layout == "bf16":
-        return MmaConfig(16, 32, 2 if large or not needs_two("bf16", spec.q_data_type) else 1)
+        if needs_two("bf16", spec.q_data_type):
+            return MmaConfig(16, 32, 2 if large else 1)
+        return MmaConfig(32 if large and rows > 16 else 16, 32, 2)
     if rows <= 8:
         return MmaConfig(8, 64, 2)
     if spec.kv_layout == "fp8_e4m3":
