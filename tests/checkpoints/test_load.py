@@ -17,6 +17,8 @@ from uncast.checkpoints.source import CheckpointError
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
 
+pytestmark = pytest.mark.filterwarnings("ignore::uncast.attention.ClaimedCapabilityWarning")
+
 WEIGHTS = "model.safetensors"
 KV_A = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
 

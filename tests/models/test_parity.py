@@ -14,7 +14,10 @@ from tests.models.helpers import HF_LATENT_EPS, Chunk, ragged_step, relative, st
 from uncast.checkpoints.load import load_model
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
+from uncast.models.config import ModelConfig
 from uncast.models.decoder import MLADecoder
+
+pytestmark = pytest.mark.filterwarnings("ignore::uncast.attention.ClaimedCapabilityWarning")
 
 TOKENS = 41
 TOLERANCE = 1e-5
@@ -43,6 +46,10 @@ class Pair:
         return logits
 
 
+def with_config(model: MLADecoder, config: ModelConfig, prefill: str = "auto") -> MLADecoder:
+    return MLADecoder(config, model.embed, model.layers, model.final_norm, model.lm_head, prefill)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Built in shards, as real checkpoints are."""
@@ -68,18 +75,19 @@ def test_a_slightly_wrong_scale_or_frequency_would_be_seen(pair: Pair) -> None:
     config = pair.ours.config
     rope = replace(config.rope, theta=config.rope.theta * 1.01)
     for wrong in (replace(config, sm_scale=config.sm_scale * 1.01), replace(config, rope=rope)):
-        model = MLADecoder(wrong, pair.ours.embed, pair.ours.layers, pair.ours.final_norm, pair.ours.lm_head)
-        got = step(model, pair.pool(6), list(range(6)), ids, start=0)
+        got = step(with_config(pair.ours, wrong), pair.pool(6), list(range(6)), ids, start=0)
         assert relative(got, pair.expected(ids)) > 10 * TOLERANCE
 
 
-def test_ragged_batches_match_transformers(pair: Pair) -> None:
+@pytest.mark.parametrize("prefill", ["absorbed", "unabsorbed"])
+def test_ragged_batches_match_transformers(prefill: str, pair: Pair) -> None:
     """Five requests of different lengths: whole prompts and chunks of prompts and decodes share steps."""
     lengths, pool = [29, 1, 17, 9, 23], pair.pool(24)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(2)).tolist()
     texts = [pair.ids(length, seed) for seed, length in enumerate(lengths, start=3)]
     pages = [[order.pop() for _ in range(-(-length // 8))] for length in lengths]
     got: list[list[torch.Tensor]] = [[] for _ in texts]
+    model = with_config(pair.ours, pair.ours.config, prefill)
     steps = [
         {0: 13, 1: 1, 2: 1},
         {0: 1, 2: 9, 3: 4, 4: 22},
@@ -89,7 +97,7 @@ def test_ragged_batches_match_transformers(pair: Pair) -> None:
     done = [0] * len(texts)
     for counts in steps:
         chunks = [Chunk(pages[r], texts[r][done[r] : done[r] + n], done[r]) for r, n in counts.items()]
-        for request, logits in zip(counts, ragged_step(pair.ours, pool, chunks), strict=True):
+        for request, logits in zip(counts, ragged_step(model, pool, chunks), strict=True):
             got[request].append(logits)
             done[request] += len(logits)
     assert done == lengths

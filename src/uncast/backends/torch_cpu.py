@@ -1,7 +1,7 @@
 """`torch_cpu`: reads FP8 pages block by block into a bounded scratch, never the pool.
 
-Scratch: `BLOCK_ROWS` rows as bytes, as fp16 bits and as float32, and the scores of one block for at most `QUERY_ROWS` query
-rows (heads x queries). It depends on neither the pool nor the context.
+Scratch: a `RowReader`'s, and the scores of one block for at most `QUERY_ROWS` query rows (heads x queries). It depends on
+neither the pool nor the context.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from uncast.attention.backend import Backend, Capability
 from uncast.attention.problem import Problem, ProblemSpec
 from uncast.latent.codec import Scale
-from uncast.latent.layouts import DS_MLA_TILE
-from uncast.numerics import e4m3
+from uncast.latent.reader import BLOCK_ROWS, RowReader
 
-BLOCK_ROWS = 512
+__all__ = ["BLOCK_ROWS", "QUERY_ROWS", "TorchCpuBackend"]
+
 QUERY_ROWS = 2048
 
 
@@ -38,7 +38,7 @@ class TorchCpuBackend(Backend):
         spec = problem.spec
         key = (spec.layout, spec.page_size)
         if key != self._spec:
-            self._spec, self._scratch = key, _Scratch(spec)
+            self._spec, self._reader = key, RowReader(spec.layout, spec.page_size)
         self._qo = problem.qo_indptr.tolist()
 
     def run(
@@ -65,7 +65,7 @@ class TorchCpuBackend(Backend):
                 query = torch.cat(
                     [q_nope[begin:end].float() * query_scale[0], q_pe[begin:end].float() * query_scale[1]], dim=-1
                 )
-                result, row_lse = _attend(query, cache, pages, visible, spec, self._scratch)
+                result, row_lse = _attend(query, cache, pages, visible, spec, self._reader)
                 out[begin:end] = result.mul_(_value(ckv_scale))
                 if lse is not None:
                     lse[begin:end] = row_lse if spec.lse_base == "e" else row_lse / math.log(2.0)
@@ -75,40 +75,8 @@ def _value(scale: Scale) -> float:
     return 1.0 if scale is None else float(scale)
 
 
-class _Scratch:
-    """Buffers of one block of rows, made once and reused."""
-
-    def __init__(self, spec: ProblemSpec) -> None:
-        layout = spec.layout
-        self.layout, self.rank = layout, spec.head_dim_ckv
-        self.pages_per_block = max(1, BLOCK_ROWS // spec.page_size)
-        rows = self.pages_per_block * spec.page_size
-        width = layout.kv_lora_rank + layout.qk_rope_head_dim
-        self.bytes = torch.empty((self.pages_per_block, spec.page_size, layout.row_bytes), dtype=torch.uint8)
-        self.bits = torch.empty((rows, width), dtype=torch.int16) if layout.is_fp8 else None
-        self.keys = torch.empty((rows, width))
-
-    def read(self, cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Tensor:
-        """float32 [count, rank + rope]: the first `count` rows of `pages`, external scales left out."""
-        layout, rank = self.layout, self.rank
-        stored = self.bytes[: pages.shape[0]]
-        torch.index_select(cache, 0, pages, out=stored)
-        rows, keys = stored.view(-1, layout.row_bytes)[:count], self.keys[:count]
-        if layout.ckv_dtype == "fp32":
-            return rows.view(torch.float32)
-        if self.bits is None:
-            return keys.copy_(rows.view(torch.bfloat16))
-        if layout.has_external_scales:
-            return e4m3.decode(rows, out=keys, bits=self.bits[:count])
-        e4m3.decode(rows[:, : layout.scale_offset], out=keys[:, :rank], bits=self.bits[:count, :rank])
-        scales = rows[:, layout.scale_offset : layout.kpe_offset].view(torch.float32)
-        keys[:, :rank].view(-1, layout.num_tiles, DS_MLA_TILE).mul_(scales[..., None])
-        keys[:, rank:] = rows[:, layout.kpe_offset :].view(torch.bfloat16)
-        return keys
-
-
 def _attend(
-    query: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, visible: int, spec: ProblemSpec, scratch: _Scratch
+    query: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, visible: int, spec: ProblemSpec, reader: RowReader
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of query [n, heads, 576] (scales folded in) over the first `visible` rows; the last query sees all of them.
 
@@ -121,11 +89,9 @@ def _attend(
     total = torch.zeros(queries * heads, 1)
     acc = torch.zeros(queries * heads, rank)
     first_limit = visible - queries + 1 if spec.causal else visible
-    rows_per_block = scratch.pages_per_block * spec.page_size
-    for start in range(0, max(visible, 0), rows_per_block):
-        count = min(rows_per_block, visible - start)
-        first_page = start // spec.page_size
-        keys = scratch.read(cache, pages[first_page : first_page + -(-count // spec.page_size)], count)
+    for start in range(0, max(visible, 0), reader.rows_per_block):
+        count = min(reader.rows_per_block, visible - start)
+        keys = reader.read_block(cache, pages, start, count)
         scores = flat @ keys.T
         if start + count > first_limit:
             limit = torch.arange(first_limit, first_limit + queries).repeat_interleave(heads)[:, None]

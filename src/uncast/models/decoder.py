@@ -6,6 +6,7 @@ Per layer, with W_UK [heads, nope, rank] and W_UV [heads, v, rank] cut from kv_b
     q_nope = q[:nope] W_UK, q_pe = rope(q[nope:])               absorbed query, one 576-wide dot product per head
     out = W_UV attention(q_nope, q_pe, cache), y = o_proj(out)
 
+Chunks of a prompt go un-absorbed where that is cheaper: see `uncast.models.unabsorbed`.
 Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1 and appendix C.
 """
 
@@ -21,6 +22,7 @@ from uncast.latent.codec import Scale
 from uncast.models.config import ModelConfig
 from uncast.models.layers import MLP, MoE, rms_norm
 from uncast.models.rope import Rope
+from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, attend_unabsorbed, split_prefill
 
 
 @dataclass
@@ -78,7 +80,11 @@ class ForwardBatch:
 
 
 class MLADecoder:
-    """A loaded model. Weights share one dtype; router weights, norms' arithmetic and logits are float32."""
+    """A loaded model. Weights share one dtype; router weights, norms' arithmetic and logits are float32.
+
+    Attributes:
+        prefill: "auto" (un-absorbed where it is cheaper), "absorbed" or "unabsorbed" (every request with several queries).
+    """
 
     def __init__(
         self,
@@ -87,8 +93,11 @@ class MLADecoder:
         layers: list[Layer],
         final_norm: torch.Tensor,
         lm_head: torch.Tensor,
+        prefill: str = "auto",
     ) -> None:
-        self.config = config
+        if prefill not in PREFILL_MODES:
+            raise ValueError(f"prefill is {prefill!r}: allowed are {', '.join(PREFILL_MODES)}")
+        self.config, self.prefill = config, prefill
         self.embed, self.layers, self.final_norm, self.lm_head = embed, layers, final_norm, lm_head
         self.rope = Rope(config.rope, embed.device)
 
@@ -107,9 +116,11 @@ class MLADecoder:
         hidden = _scaled(F.embedding(batch.token_ids, self.embed), config.embed_scale)
         angles = self.rope.angles(batch.positions)
         eps, branch = config.rms_norm_eps, config.residual_scale
+        split = split_prefill(config, self.prefill, batch.attention)
         for index, layer in enumerate(self.layers):
             normed = rms_norm(hidden, layer.input_norm, eps)
-            hidden = hidden + _scaled(self._attend(layer.attention, normed, angles, batch, batch.cache[index]), branch)
+            attended = self._attend(layer.attention, normed, angles, batch, batch.cache[index], split)
+            hidden = hidden + _scaled(attended, branch)
             hidden = hidden + _scaled(layer.mlp(rms_norm(hidden, layer.post_norm, eps)), branch)
         wanted = _scaled(rms_norm(hidden[batch.logit_rows], self.final_norm, eps), config.logit_scale)
         return F.linear(wanted, self.lm_head).to(torch.float32)
@@ -121,6 +132,7 @@ class MLADecoder:
         angles: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         cache: torch.Tensor,
+        split: PrefillSplit | None,
     ) -> torch.Tensor:
         config, tokens = self.config, x.shape[0]
         scaled = batch.attention.kv_layout == "fp8_e4m3"
@@ -137,13 +149,50 @@ class MLADecoder:
             x = rms_norm(F.linear(x, weights.q_a), weights.q_a_norm, config.latent_norm_eps)
         query = F.linear(x, weights.q_b).view(tokens, config.num_heads, -1)
         q_nope, q_pe = query[..., : config.qk_nope_head_dim], query[..., config.qk_nope_head_dim :]
-        absorbed = torch.bmm(q_nope.transpose(0, 1), weights.w_uk).transpose(0, 1)
-        latent = batch.attention.run(
-            absorbed, self.rope.rotate(q_pe, angles), cache, ckv_scale=ckv_scale, kpe_scale=kpe_scale
-        )
-        assert isinstance(latent, torch.Tensor)
-        values = torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
+        q_pe, scales = self.rope.rotate(q_pe, angles), (ckv_scale, kpe_scale)
+        if split is None:
+            values = _absorbed(weights, q_nope, q_pe, cache, batch.attention, scales)
+        else:
+            values = _by_chunk(config, weights, q_nope, q_pe, cache, split, scales)
         return F.linear(values.reshape(tokens, -1), weights.o)
+
+
+def _absorbed(
+    weights: MLAWeights,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    cache: torch.Tensor,
+    attention: MLAPagedAttention,
+    scales: tuple[Scale, Scale],
+) -> torch.Tensor:
+    """Values [n, heads, v] of queries [n, heads, nope] and [n, heads, rope] that `attention` is planned for."""
+    absorbed = torch.bmm(q_nope.transpose(0, 1), weights.w_uk).transpose(0, 1)
+    latent = attention.run(absorbed, q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1])
+    assert isinstance(latent, torch.Tensor)
+    return torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
+
+
+def _by_chunk(
+    config: ModelConfig,
+    weights: MLAWeights,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    cache: torch.Tensor,
+    split: PrefillSplit,
+    scales: tuple[Scale, Scale],
+) -> torch.Tensor:
+    """The same where some requests go un-absorbed."""
+    values = q_nope.new_empty(q_nope.shape[0], config.num_heads, config.v_head_dim)
+    if split.rest is not None:
+        rest = split.rows
+        values[rest] = _absorbed(weights, q_nope[rest], q_pe[rest], cache, split.rest, scales)
+    for chunk in split.chunks:
+        rows = slice(chunk.first, chunk.last)
+        values[rows] = attend_unabsorbed(
+            q_nope[rows], q_pe[rows], cache, chunk, split.reader, weights.w_uk, weights.w_uv,
+            sm_scale=config.sm_scale, ckv_scale=scales[0], kpe_scale=scales[1],
+        )  # fmt: skip
+    return values
 
 
 def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
