@@ -166,12 +166,14 @@ def streaming(walk: Walk) -> Callable[[], object]:
 PATHS = [prefill, chunked_prefill, decode, mixed_batch, prefix_hit, preemption, every_token, streaming]
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("kind", ["absorbed", "unabsorbed", "deterministic"])
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
 def test_every_path_reads_as_stored(
-    path: Callable[[Walk], Callable[[], object]], deterministic: bool, model: MLADecoder, folder: Path
+    path: Callable[[Walk], Callable[[], object]], kind: str, model: MLADecoder, folder: Path
 ) -> None:
-    walk = Walk(model, Tokenizer(folder), NATIVE, deterministic)
+    prefill = "auto" if kind == "deterministic" else kind
+    model = MLADecoder(model.config, model.embed, model.layers, model.final_norm, model.lm_head, prefill)
+    walk = Walk(model, Tokenizer(folder), NATIVE, kind == "deterministic")
     act, pool = _prepared(path, walk)
     with uncast.guard(watch=[pool]):
         act()
