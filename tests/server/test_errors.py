@@ -88,7 +88,9 @@ def test_bad_completion_fields_are_named(server: LiveServer, extra: dict[str, An
         ({"messages": [3]}, "messages.0", "should be an object, not 3"),
         ({"messages": [{"content": "a"}]}, "messages.0.role", "'messages.0.role' is missing"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "not 'tool'"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content", "only an assistant's may be"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages.0.role", "not ['user']"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "'messages.0.content' is missing"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "a string or a list of text parts"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "a string or a list of text parts"),
         ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages.0.x", "unknown field"),
         (

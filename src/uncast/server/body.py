@@ -90,6 +90,8 @@ def _fault(errors: Sequence[ErrorDetails], data: Mapping[str, Any]) -> ApiError:
     """One error for the first field at fault; of several types that a field may have, the one that came furthest."""
     top = errors[0]["loc"][0] if errors[0]["loc"] else ""
     same = [error for error in errors if error["loc"] and error["loc"][0] == top]
+    if errors[0]["type"].startswith("union_tag"):
+        return _bad_role(_path(errors[0], data), errors[0]["input"])
     path, error = max(((_path(e, data), e) for e in same), key=lambda pair: _progress(*pair))
     name = ".".join(str(step) for step in path)
     if error["type"] == "extra_forbidden":
@@ -100,13 +102,24 @@ def _fault(errors: Sequence[ErrorDetails], data: Mapping[str, Any]) -> ApiError:
     field = next((step for step in reversed(path) if isinstance(step, str)), "")
     if field in _ALLOWED and len({e["loc"] for e in same}) > 1:
         said = f"allowed is {_ALLOWED[field]}"
-    elif error["type"] in ("model_type", "dict_type"):
+    elif error["type"] in ("model_type", "dict_type", "model_attributes_type"):
         said = "should be an object"
     else:
         said = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
         said = said[0].lower() + said[1:]
     given = f", not {_shown(error['input'])}" if isinstance(error["input"], bool | int | float | str) else ""
     return bad_request(f"{param}: {said}{given}", param, "invalid_value")
+
+
+def _bad_role(path: Sequence[int | str], message: Any) -> ApiError:
+    """A message's role decides which other fields it has."""
+    param = ".".join(str(step) for step in (*path, "role"))
+    if not isinstance(message, dict) or "role" not in message:
+        return bad_request(f"the field {param!r} is missing", param, "missing_field")
+    given = _shown(message["role"])
+    return bad_request(
+        f"{param}: should be 'system', 'developer', 'user' or 'assistant', not {given}", param, "invalid_value"
+    )
 
 
 def _progress(path: Sequence[int | str], error: ErrorDetails) -> tuple[bool, int, list[int]]:

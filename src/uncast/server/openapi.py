@@ -94,8 +94,8 @@ def _paths(locked: bool) -> dict[str, Any]:
         return {"operationId": name, "summary": summary, "responses": answers, **security, **more}
 
     def generation(name: str, summary: str, body: str, answer: str, chunk: str) -> dict[str, Any]:
-        events = {"schema": {"type": "string", "description": f"`data: ` events: {chunk} objects, then [DONE]"}}
-        content = {**_json(answer), "text/event-stream": events}
+        # OpenAPI 3.1 has no schema for single events: 3.2 will call it itemSchema.
+        content = {**_json(answer), "text/event-stream": {"x-event-schema": _ref(chunk)}}
         request = {"requestBody": {"required": True, "content": _json(body)}}
         return operation(name, summary, content, 400, 404, 413, 415, 429, 503, key=True, **request)
 
@@ -132,7 +132,11 @@ def _paths(locked: bool) -> dict[str, Any]:
 
 
 def _json(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {"application/json": {"schema": _ref(name)}}
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
 def _error(status: int) -> dict[str, Any]:

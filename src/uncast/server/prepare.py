@@ -11,7 +11,7 @@ from uncast.engine.request import Request, RequestError
 from uncast.engine.sampler import SamplingError, SamplingParams
 from uncast.engine.tokenizer import TemplateError
 from uncast.server.errors import ApiError, bad_request
-from uncast.server.requests import ChatRequest, CompletionRequest, Message, SamplingBody
+from uncast.server.requests import AnyMessage, ChatRequest, CompletionRequest, SamplingBody
 from uncast.server.state import Served
 
 _INLINE_CHARS = 2000
@@ -66,7 +66,7 @@ async def chat_prompt(body: ChatRequest, served: Served) -> Prompt:
     Raises:
         ApiError: 400 naming `messages`.
     """
-    messages = [_message(index, message) for index, message in enumerate(body.messages)]
+    messages = [_message(message) for message in body.messages]
     chars = sum(len(message["content"]) for message in messages)
     try:
         ids = await _aside(lambda: served.tokenizer.chat(messages), chars)
@@ -77,13 +77,7 @@ async def chat_prompt(body: ChatRequest, served: Served) -> Prompt:
     return Prompt(ids, "", "messages")
 
 
-def _message(index: int, message: Message) -> dict[str, str]:
-    if message.content is None and message.role != "assistant":
-        raise bad_request(
-            f"messages.{index}.content is null: only an assistant's may be",
-            f"messages.{index}.content",
-            "invalid_value",
-        )
+def _message(message: AnyMessage) -> dict[str, str]:
     parts = message.content or ""
     content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
     rendered = {"role": "system" if message.role == "developer" else message.role, "content": content}
@@ -101,7 +95,7 @@ def _from_ids(ids: list[int], served: Served, param: str, *, echo: bool) -> Prom
     top = max(ids)
     if top >= served.vocab_size:
         raise bad_request(
-            f"{param} has token {top}: the vocabulary has ids 0 to {served.vocab_size - 1}", param, "invalid_value"
+            f"{param} has token {top}: the vocabulary has ids 0 to {served.vocab_size - 1}", param, "unknown_token"
         )
     return Prompt(ids, served.tokenizer.decode(ids) if echo else "", param)
 
@@ -155,6 +149,13 @@ def engine_requests(
     Raises:
         ApiError: 400 naming the field.
     """
+    for token in body.logit_bias or ():
+        if int(token) >= served.vocab_size:
+            raise bad_request(
+                f"logit_bias has token {token}: the vocabulary has ids 0 to {served.vocab_size - 1}",
+                "logit_bias",
+                "unknown_token",
+            )
     n = body.n or 1
     count = n * len(prompts)
     if count > served.max_waiting:

@@ -23,12 +23,19 @@ def _few(value: Any) -> Any:
     return value
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
-TokenId = Annotated[Int, Field(ge=0, le=MAX_TOKENS)]
+WHOLE = BeforeValidator(_whole)
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE]
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
+
+
+Biases = Annotated[
+    dict[TokenKey, Bias],
+    Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}),
+    BeforeValidator(_few),
+]
 
 
 class Body(BaseModel):
@@ -48,14 +55,14 @@ class SamplingBody(Body):
     """What completions and chat completions have in common."""
 
     model: str | None = Field(None, description="a name that /v1/models lists; the served model if left out")
-    max_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = Field(None, description="new tokens at most")
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE] | None = Field(None, description="new tokens at most")
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = Field(
         None, description="0 is greedy; default: the model's generation_config.json, else 1"
     )
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = Field(
         None, description="sample from the smallest set of tokens with this probability"
     )
-    top_k: Annotated[Int, Field(ge=-1, le=MAX_TOKENS)] | None = Field(
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), WHOLE] | None = Field(
         None, description="extension: sample from the k best tokens; 0 and -1 are off"
     )
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = Field(
@@ -67,14 +74,14 @@ class SamplingBody(Body):
     ignore_eos: bool | None = Field(None, description="extension: go on after the model's end token")
     presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], BeforeValidator(_few), Field(max_length=MAX_BIASES)] | None = Field(
-        None, description="token id to a number that is added to its logit"
+    logit_bias: Biases | None = Field(None, description="token id to a number that is added to its logit")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(
+        None, description="choices per prompt; default 1"
     )
-    n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="choices per prompt; default 1")
     stop: StopText | Annotated[list[StopText], Field(max_length=4, fail_fast=True)] | None = Field(
         None, description="up to 4 texts that end the answer; they are not part of it"
     )
-    seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE] | None = Field(
         None, description="the same seed and request give the same text"
     )
     stream: bool | None = Field(None, description="answer with server-sent events")
@@ -93,7 +100,7 @@ class CompletionRequest(SamplingBody):
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="a text, texts, token ids, or lists of token ids")
-    logprobs: Annotated[Int, Field(ge=0, le=5)] | None = Field(
+    logprobs: Annotated[int, Field(ge=0, le=5), WHOLE] | None = Field(
         None, description="log-probabilities of the chosen and of this many best tokens"
     )
     echo: bool | None = Field(None, description="begin the text with the prompt; not together with logprobs")
@@ -106,15 +113,27 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
-    """One message of a conversation."""
+Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
-        None, description="a text or text parts; null only for an assistant"
-    )
+
+class Message(Body):
+    """A message to the model."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content = Field(description="a text or text parts")
+    name: str | None = Field(None, description="accepted; most chat templates do not use it")
+
+
+class AssistantTurn(Body):
+    """An earlier answer of the model."""
+
+    role: Literal["assistant"]
+    content: Content | None = Field(None, description="a text or text parts")
     name: str | None = Field(None, description="accepted; most chat templates do not use it")
     refusal: str | None = Field(None, description="accepted and without effect")
+
+
+AnyMessage = Annotated[Message | AssistantTurn, Field(discriminator="role")]
 
 
 class TextFormat(Body):
@@ -126,12 +145,12 @@ class TextFormat(Body):
 class ChatRequest(SamplingBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[Int, Field(ge=1, le=MAX_TOKENS)] | None = Field(
+    messages: Annotated[list[AnyMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE] | None = Field(
         None, description="new tokens at most; max_tokens is its older name"
     )
     logprobs: bool | None = Field(None, description="log-probabilities of the chosen tokens")
-    top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = Field(
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = Field(
         None, description="and of this many best tokens; only with logprobs"
     )
     response_format: TextFormat | None = None
