@@ -10,6 +10,10 @@ import importlib
 from uncast.attention.backend import Backend
 
 _BACKENDS: dict[str, str] = {
+    "flashinfer_fa2": "uncast.backends.flashinfer:FlashInferFa2",
+    "flashinfer_fa3": "uncast.backends.flashinfer:FlashInferFa3",
+    "flashmla": "uncast.backends.flashmla:FlashMLABackend",
+    "flashmla_lossy_q": "uncast.backends.flashmla:FlashMLALossyQ",
     "native": "uncast.backends.native:NativeBackend",
     "torch_cpu": "uncast.backends.torch_cpu:TorchCpuBackend",
 }

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from uncast.cli.main import UsageError
 
 BENCHES = {
+    "attention": ("uncast.cli.bench_attention", "decode attention on a GPU, beside every installed peer"),
+    "founding": (
+        "uncast.cli.bench_founding",
+        "the founding step: 78 layers over a large FP8 pool, native and with a pool cast",
+    ),
     "decode": ("uncast.cli.bench_decode", "single-stream decoding against the size of the KV pool"),
     "text": ("uncast.cli.bench_text", "bits per byte of a text, for each layout of the latent cache"),
 }

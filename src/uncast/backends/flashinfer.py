@@ -1,0 +1,126 @@
+"""`flashinfer_fa2`, `flashinfer_fa3`: FlashInfer's planned MLA wrapper (package `flashinfer-python`).
+
+Contract as its 0.7.2 sources state it: BF16/FP16 cache of the query's dtype on sm_80 and newer (fa3: sm_90 only); e4m3 cache
+with BF16 queries and per-tensor scales on sm_90 only. Scales are host floats there, so a device scale costs a sync.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from uncast.attention.backend import Backend, Capability
+from uncast.attention.problem import Problem, ProblemSpec
+from uncast.backends._pages import tight_csr
+from uncast.latent.codec import Scale
+
+WORKSPACE_BYTES = 128 * 2**20
+
+
+class FlashInferBackend(Backend):
+    """Adapter of `flashinfer.mla.BatchMLAPagedAttentionWrapper` with one concrete kernel."""
+
+    kernel: ClassVar[str]
+
+    def __init__(self) -> None:
+        import flashinfer.mla
+
+        self._library: Any = flashinfer.mla
+        self._workspace: torch.Tensor | None = None
+
+    def capability(self, spec: ProblemSpec) -> Capability:
+        reason = _refusal(spec, self.kernel)
+        return Capability.refused(f"{self.name} {reason}") if reason else Capability.claimed()
+
+    def plan(self, problem: Problem) -> None:
+        spec = problem.spec
+        self._problem = problem
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.kv_len_arr.device)
+        self._wrapper = self._library.BatchMLAPagedAttentionWrapper(self._workspace, backend=self.kernel)
+        indptr, indices = tight_csr(problem)
+        fp8 = spec.layout.is_fp8
+        self._wrapper.plan(
+            metadata=self._library.MLAPlanMetadata.csr(problem.qo_indptr, indptr, indices, problem.kv_len_arr),
+            num_heads=spec.num_heads,
+            head_dim_ckv=spec.head_dim_ckv,
+            head_dim_kpe=spec.head_dim_kpe,
+            page_size=spec.page_size,
+            causal=spec.causal,
+            sm_scale=spec.sm_scale,
+            q_data_type=spec.q_data_type,
+            kv_data_type=torch.float8_e4m3fn if fp8 else spec.q_data_type,
+            query_layout="split",
+            kv_cache_layout="split",
+            lse_mode="base2" if spec.lse_base == "2" else "basee",
+            scale_mode="kv-per-tensor" if fp8 else "default",
+        )
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        cache: torch.Tensor,
+        *,
+        ckv_scale: Scale,
+        kpe_scale: Scale,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        spec = self._problem.spec
+        fp8 = spec.layout.is_fp8
+        typed = cache.view(torch.float8_e4m3fn if fp8 else spec.q_data_type)
+        scales = {"ckv_scale": _host(ckv_scale), "kpe_scale": _host(kpe_scale)} if fp8 else {}
+        # A base-e LSE is asked for by keyword; without one the planned base-2 values go to a buffer of our own.
+        buffer = lse if lse is not None else torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
+        self._wrapper.run(
+            query=(q_nope, q_pe),
+            kv_cache=(typed[..., : spec.head_dim_ckv], typed[..., spec.head_dim_ckv :]),
+            out=out,
+            lse=buffer,
+            return_lse=True,
+            return_lse_base_on_e=spec.lse_base == "e",
+            **scales,
+        )
+
+
+class FlashInferFa2(FlashInferBackend):
+    """The mma.sync kernel."""
+
+    name = "flashinfer_fa2"
+    kernel = "fa2"
+
+
+class FlashInferFa3(FlashInferBackend):
+    """The Hopper kernel."""
+
+    name = "flashinfer_fa3"
+    kernel = "fa3"
+
+
+def _host(scale: Scale) -> float:
+    return 1.0 if scale is None else float(scale)
+
+
+def _refusal(spec: ProblemSpec, kernel: str) -> str | None:
+    if spec.device != "cuda":
+        return f"runs on cuda, not on {spec.device}"
+    if spec.q_data_type not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16 queries, not {spec.q_data_type}"
+    if kernel == "fa3" and spec.arch != 90:
+        return f"is built for sm_90, not sm_{spec.arch}"
+    if spec.kv_layout not in ("fp8_e4m3", "bf16"):
+        return f"reads bf16 and fp8_e4m3 caches, not {spec.kv_layout}"
+    if spec.kv_layout == "bf16" and spec.q_data_type != torch.bfloat16:
+        return "takes queries of the cache's dtype, bfloat16"
+    if spec.kv_layout == "fp8_e4m3":
+        if spec.arch != 90 or spec.q_data_type != torch.bfloat16:
+            return f"reads fp8_e4m3 on sm_90 with bfloat16 queries only, not sm_{spec.arch} with {spec.q_data_type}"
+        if (spec.head_dim_ckv, spec.head_dim_kpe) != (512, 64):
+            return f"reads fp8_e4m3 rows of 512/64 only, not {spec.head_dim_ckv}/{spec.head_dim_kpe}"
+    elif spec.head_dim_ckv % 128 or spec.head_dim_kpe % 64:
+        return f"needs multiples of 128 and 64, not head dims {spec.head_dim_ckv}/{spec.head_dim_kpe}"
+    if spec.causal and spec.max_q_len > 1 and 64 % spec.num_heads and spec.num_heads % 64:
+        return f"refuses {spec.num_heads} heads with causal q_len > 1 depending on the KV length"
+    return None

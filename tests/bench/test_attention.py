@@ -1,0 +1,90 @@
+"""`uncast bench attention` without a GPU: floors, recorded runs, plots, and one sentence for what cannot be done."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from uncast.bench.attention import AttentionResult, Inputs, Shape
+from uncast.cli.main import main
+from uncast.latent.layouts import row_layout
+
+FIELDS = ["batch", "context", "heads", "layout", "backend", "us", "error", "floor_us", "gpu", "versions"]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    rows = [
+        AttentionResult(1, 4096, 64, "fp8_e4m3", "native", 10.5, 1.6e-3, 1.1, "GPU", "v"),
+        AttentionResult(1, 4096, 64, "bf16", "flashmla bf16", 18.8, 1.7e-3, 1.1, "GPU", "v"),
+        AttentionResult(2, 4096, 64, "bf16", "flashmla bf16", math.nan, math.nan, 1.1, "GPU", "v"),
+    ]
+    path = tmp_path / "run.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(row.row() for row in rows)
+    return path
+
+
+def test_floors_are_the_issues_arithmetic() -> None:
+    """Bytes over 4.4 TB/s or FLOP over 770 TFLOP/s, whichever is larger."""
+    row = row_layout("fp8_e4m3").row_bytes
+    assert Shape(1, 131072, 8).floor_us(row) == pytest.approx(131072 * 576 / 4.4e6, rel=1e-9)
+    assert Shape(64, 8192, 128).floor_us(row) == pytest.approx(2 * 64 * 8192 * 128 * 1088 / 770e6, rel=1e-9)
+    assert Shape(32, 8192, 64).floor_us(row) == pytest.approx(47.4, abs=0.1)
+
+
+def test_the_benchmarks_own_oracle_agrees_with_the_cpu_backend() -> None:
+    from uncast.bench.contenders import ours
+
+    inputs = Inputs(Shape(2, 200, 8), device="cpu")
+    for name in ("fp8_e4m3", "fp8_ds_mla", "bf16"):
+        layout = row_layout(name)
+        cache = inputs.caches(layout)[0]
+        expected = inputs.oracle(layout, cache)
+        out = ours("torch_cpu", inputs, layout, [cache])(0)
+        assert float((out.double() - expected).norm() / expected.norm()) < 2.5e-3
+
+
+def test_a_recorded_run_is_shown_and_drawn(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plot.png"
+    assert main(["bench", "attention", "--from-csv", str(recorded), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "native" in out and "18.8" in out
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--from-csv", "/nowhere.csv"], "cannot read /nowhere.csv"),
+        (["--shape", "1,2"], "is not B,N,H: three positive integers"),
+        (["--shape", "1,2,300"], "has 300 heads: at most 128"),
+        (["--shape", "1,x,8"], "is not B,N,H"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["bench", "attention", *arguments])
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    assert code == 2 and sentence in capsys.readouterr().err
+
+
+def test_a_csv_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    assert main(["bench", "attention", "--from-csv", str(other)]) == 2
+    assert "is not a CSV of uncast bench attention" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("what", ["attention", "founding"])
+def test_without_a_gpu_it_says_so(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", what]) == 2
+    assert "needs a CUDA GPU and this machine has none" in capsys.readouterr().err
