@@ -40,7 +40,7 @@ def plot_attention(results: Sequence[AttentionResult], path: Path) -> None:
             place + 0.45,
             colors="black",
             linestyles="dashed",
-            label="floor (FP8)" if not place else None,
+            label="_" if place else "floor (FP8)",
         )
     axes.set_yscale("log")
     axes.set_xticks(range(len(shapes)), [f"B={b}\n{n:,}\nH={h}" for b, n, h in shapes])
