@@ -11,21 +11,21 @@ from tests.server.live import live_server, make_engine
 
 def test_no_body_breaks_the_server(folder: Path) -> None:
     with live_server(folder, make_engine(folder, max_waiting=64), max_body_bytes=100_000) as live:
-        report = asyncio.run(fuzz.run(live.url, range(700)))
+        report = asyncio.run(fuzz.run(live.url, range(250)))
         assert not report.faults, report.faults[:5]
-        assert sum(report.statuses.values()) == 700
-        assert report.statuses[200] > 150 and report.statuses[400] > 150 and report.statuses[0] > 10
+        assert sum(report.statuses.values()) == 250
+        assert report.statuses[200] > 50 and report.statuses[400] > 50 and report.statuses[0] > 3
         assert report.statuses[413] > 0 and report.statuses[415] > 0
         stats = live.wait_idle()
         assert stats.waiting == 0 and stats.running == 0
 
 
 def test_nor_one_whose_pool_and_queue_are_nearly_full(folder: Path) -> None:
-    engine = make_engine(folder, pool_tokens=208, page_size=16, max_running=8, max_waiting=3)
+    engine = make_engine(folder, pool_tokens=208, page_size=16, max_running=8, max_waiting=5)
     with live_server(folder, engine) as live:
-        report = asyncio.run(fuzz.run(live.url, range(10_000, 10_250), clients=16))
+        report = asyncio.run(fuzz.run(live.url, range(10_000, 10_200), clients=12))
         assert not report.faults, report.faults[:5]
-        assert report.statuses[429] > 0 and report.statuses[200] > 30
+        assert report.statuses[429] > 0 and report.statuses[200] > 15
         assert live.wait_idle().preemptions_total > 0
 
 
