@@ -110,7 +110,10 @@ async def _model(request: Request) -> Response:
 
 
 async def _start_profile(request: Request) -> Response:
-    path = _state(request).profiler.start()  # here, because Kineto wants the thread that loaded torch
+    profiler = _state(request).profiler
+    if profiler.possible:
+        await asyncio.to_thread(profiler.prepare)
+    path = profiler.start()
     return _json(ProfileStatus(status="started", path=str(path)))
 
 

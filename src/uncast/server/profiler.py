@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import threading
@@ -16,7 +17,8 @@ from uncast.server.errors import ApiError
 
 
 class Profiler:
-    """One trace at a time, a gzipped Chrome trace that `uncast doctor` reads. Methods block; any thread may call them."""
+    """One trace at a time, a gzipped Chrome trace that `uncast doctor` reads. Methods block; `start` belongs in the
+    thread that imported torch (Kineto wants it), the others in any."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -24,6 +26,17 @@ class Profiler:
         self._numbers = itertools.count(1)
         self._running: Any = None
         self._path = Path()
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a folder for traces."""
+        return self._folder is not None
+
+    @staticmethod
+    def prepare() -> None:
+        """Imports what torch's profiler would import at its first start: seconds of work that may be done in any thread."""
+        if hasattr(torch, "_inductor"):
+            importlib.import_module("torch._inductor.config")
 
     def start(self) -> Path:
         """Starts a trace; returns the file that `stop` will write.
