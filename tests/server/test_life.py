@@ -213,6 +213,13 @@ def _stream(url: str, body: dict[str, Any]) -> list[str]:
         return [line for line in response.iter_lines() if line]
 
 
+def test_a_signal_while_the_model_is_loaded_ends_in_order(folder: Path) -> None:
+    with ServerProcess(folder, wait_ready=False) as server:
+        wait_until(lambda: request("GET", server.url + "/health").status_code == 200)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0 and "Traceback" not in server.output
+
+
 def test_after_the_grace_time_requests_are_aborted(long_folder: Path) -> None:
     with (
         ServerProcess(long_folder, "--grace-seconds", "0.3", "--api-key", "k") as server,

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Generator
+from typing import NoReturn
 
 import uvicorn
 
@@ -67,6 +68,8 @@ async def serve(
     The first signal drains: new requests get 503, running ones have `state.config.grace_s` seconds, then they are aborted. A
     second one ends the process at once.
 
+    A signal before the model is loaded ends the process with 0.
+
     Returns:
         The exit code: 0, or 1 if requests had to be aborted.
 
@@ -104,6 +107,8 @@ async def serve(
         if state.served is not None:
             await state.served.engine.stop()
     await asyncio.to_thread(state.profiler.close)
+    if state.served is None:
+        _exit_now(code)  # the interpreter cannot end in order while a thread still loads tensors
     return code
 
 
@@ -157,13 +162,18 @@ def _watch_signals(say: Callable[[str], None]) -> asyncio.Event:
     def on_signal(number: int) -> None:
         if signalled.is_set():
             say("stopped at once by a second signal")
-            sys.stdout.flush()
-            os._exit(128 + number)
+            _exit_now(128 + number)
         signalled.set()
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     return signalled
+
+
+def _exit_now(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _first_of(*tasks: asyncio.Task[object]) -> None:
