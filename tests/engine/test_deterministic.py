@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.workload import PAGE, alone, make_engine, random_requests, run_all, tokens_of
+from tests.fixtures import FAMILIES, build_hf
+from uncast.checkpoints.load import load_model
 from uncast.engine import runner as runner_module
 from uncast.engine.fixed_rows import ROW_TILE, FixedRowMoE, with_fixed_rows
 from uncast.engine.request import Request
@@ -120,3 +123,19 @@ def test_a_machine_that_cannot_keep_it_is_refused(model: MLADecoder, monkeypatch
     with pytest.raises(RunnerError, match="deterministic mode cannot be kept here: a row's bits depend on its place"):
         ModelRunner(model, num_pages=2, page_size=PAGE, deterministic=True)
     ModelRunner(model, num_pages=2, page_size=PAGE)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_row_independent(family: str, tmp_path: Path) -> None:
+    """Rows of a mixed step, prefill chunks and decodes together, have the logits of each sequence alone."""
+    build_hf(family, tmp_path, num_hidden_layers=2)
+    runner = ModelRunner(load_model(tmp_path), num_pages=40, page_size=PAGE, deterministic=True)
+    together, alone_ = (
+        [runner_module.Sequence([(i * k) % 512 for i in range(9 + 5 * k)]) for k in (1, 3, 5, 7)] for _ in "ab"
+    )
+    for sequence in [*together, *alone_]:
+        runner.ensure_pages(sequence, len(sequence.tokens))
+    runner.step([(together[2], 30), (together[0], 13)])
+    mixed = runner.step([(together[0], 1), (together[1], 24), (together[2], 4), (together[3], 44)])
+    for row, sequence in zip(mixed, alone_, strict=True):
+        assert torch.equal(runner.step([(sequence, len(sequence.tokens))])[0], row)

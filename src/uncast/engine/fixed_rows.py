@@ -8,7 +8,8 @@ tests that on this machine, with the model itself.
     tiles         [a17 b40 ... b54] [b55 c3 - ... -]     `-`: no row of anyone; written nowhere, attends to nothing
 
 Attention takes each row as a request of its own with `position + 1` cached rows (in a tile, rows are written before anyone
-attends). So a row that prefill computed equals the one that decode would have computed, and chunks may be cut anywhere.
+attends). So a row that prefill computed equals the one that decode would have computed, and chunks may be cut anywhere: pages
+from the prefix cache are good wherever they end. The price is that a prompt is read like decoded tokens, one query at a time.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class FixedRowMoE(MoE):
 
 
 def with_fixed_rows(model: MLADecoder) -> MLADecoder:
-    """The same weights in a decoder whose mixtures are `FixedRowMoE`; `model` itself is unchanged."""
+    """The same weights in a decoder whose mixtures are `FixedRowMoE` and whose attention is always absorbed, as decoding is;
+    `model` itself is unchanged."""
     layers = [
         replace(layer, mlp=FixedRowMoE(**vars(layer.mlp))) if isinstance(layer.mlp, MoE) else layer
         for layer in model.layers
     ]
-    return MLADecoder(model.config, model.embed, layers, model.final_norm, model.lm_head)
+    return MLADecoder(model.config, model.embed, layers, model.final_norm, model.lm_head, prefill="absorbed")
