@@ -88,6 +88,8 @@ def test_a_client_that_leaves_frees_its_pages(live: LiveServer, path: str, strea
     body: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True, "stream": stream, "n": 2}
     body |= {"prompt": "the latent"} if path == COMPLETE else {"messages": [{"role": "user", "content": "a"}]}
     before = live.wait_idle()
+    gone = f'uncast_http_responses_total{{route="{path}",status="499"}}'
+    gone_before = metrics(live.url).get(gone, 0)
     with socket.create_connection(live.url.removeprefix("http://").split(":")) as sock:  # type: ignore[arg-type]
         raw = json.dumps(body).encode()
         sock.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n".encode())
@@ -97,6 +99,8 @@ def test_a_client_that_leaves_frees_its_pages(live: LiveServer, path: str, strea
         )
     after = live.wait_idle()
     assert after.finished_total["abort"] == before.finished_total["abort"] + 2
+    if not stream:
+        wait_until(lambda: metrics(live.url).get(gone, 0) == gone_before + 1)
 
 
 def test_a_client_that_leaves_while_it_waits_or_sends_costs_nothing(live: LiveServer) -> None:
@@ -177,7 +181,10 @@ def test_a_profile_is_a_trace_of_the_steps(folder: Path, tmp_path: Path) -> None
             assert sum(event.get("name") == "aten::linear" for event in events) > 8
             paths.add(path)
         assert len(paths) == 2
-        for path in paths:
+        open_at_the_end = Path(request("POST", live.url + "/start_profile").json()["path"])
+        live.state.profiler.close()
+        assert open_at_the_end.exists()
+        for path in (*paths, open_at_the_end):
             path.unlink()
         request("POST", live.url + "/start_profile")
         tmp_path.rmdir()

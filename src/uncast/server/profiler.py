@@ -42,11 +42,13 @@ class Profiler:
         """Starts a trace; returns the file that `stop` will write.
 
         Raises:
-            ApiError: 409 without a folder, or when a trace is running.
+            ApiError: 409 without a folder, or when a trace is running or being written.
         """
         if self._folder is None:
             raise ApiError(409, "the server was started without --profile-dir", code="no_profile_dir")
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            raise ApiError(409, f"a trace is being written: {self._path}", code="already_profiling")
+        try:
             if self._running is not None:
                 raise ApiError(409, f"a trace is running: {self._path}", code="already_profiling")
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -60,6 +62,8 @@ class Profiler:
             profile.start()
             self._running = profile
             return self._path
+        finally:
+            self._lock.release()
 
     def stop(self) -> Path:
         """Ends the trace and writes it.
@@ -80,6 +84,6 @@ class Profiler:
             return self._path
 
     def close(self) -> None:
-        """Ends and writes a trace that still runs."""
+        """Ends and writes a trace that still runs; raises as `stop` does."""
         if self._running is not None:
             self.stop()

@@ -17,6 +17,7 @@ import uvicorn
 from uncast.engine.async_engine import AsyncEngine
 from uncast.engine.request import Request
 from uncast.server.app import create_app
+from uncast.server.errors import ApiError
 from uncast.server.state import Served, ServerState
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -34,6 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ListenError: the port is taken, not allowed, or the host has no such address.
     """
+    sock = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -41,6 +43,8 @@ def listen(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(1024)
     except (OSError, UnicodeError, OverflowError) as error:
+        if sock is not None:
+            sock.close()
         reason = getattr(error, "strerror", None) or error
         raise ListenError(f"cannot listen on {host} port {port}: {reason}") from None
     sock.setblocking(False)
@@ -106,7 +110,10 @@ async def serve(
         await http
         if state.served is not None:
             await state.served.engine.stop()
-    await asyncio.to_thread(state.profiler.close)
+    try:
+        await asyncio.to_thread(state.profiler.close)
+    except ApiError as error:
+        say(error.message)
     if state.served is None:
         _exit_now(code)  # the interpreter cannot end in order while a thread still loads tensors
     return code
