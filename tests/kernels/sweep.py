@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 import warnings
 from dataclasses import replace
 
@@ -91,6 +92,7 @@ def run_case(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop drawing cases after this long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="both", help="native, native_mma or both (alternating)")
     args = parser.parse_args()
@@ -99,7 +101,11 @@ def main() -> None:
     pools = {name: draw_pool(name, generator) for name in ("bf16", "fp8_e4m3", "fp8_ds_mla")}
     kinds = ["native_mma", "native"] if args.backend == "both" else [args.backend]
     worst, failures = (0.0, 0.0, 0.0), 0
+    done, start = 0, time.monotonic()
     for case in range(args.cases):
+        if time.monotonic() - start > args.seconds:
+            break
+        done += 1
         try:
             errors = run_case(rng, kinds[case % len(kinds)], pools, generator)
             worst = tuple(max(a, b) for a, b in zip(worst, errors, strict=True))  # type: ignore[assignment]
@@ -109,7 +115,7 @@ def main() -> None:
     print(
         f"{args.cases} cases, {failures} failures; worst row {worst[0]:.2e}, tensor {worst[1]:.2e}, LSE {worst[2]:.1e}"
     )
-    raise SystemExit(failures > 0)
+    raise SystemExit(failures > 0 or done == 0)
 
 
 if __name__ == "__main__":
