@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="both", help="native, native_mma or both (alternating)")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the sweep needs a CUDA device, and torch sees none here")
     warnings.simplefilter("ignore", ClaimedCapabilityWarning)
     rng, generator = random.Random(args.seed), torch.Generator("cuda").manual_seed(args.seed)
     pools = {name: draw_pool(name, generator) for name in ("bf16", "fp8_e4m3", "fp8_ds_mla")}
