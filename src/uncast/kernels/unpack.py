@@ -21,6 +21,8 @@ e4m3's subnormals stay exact as fp16 normals or subnormals. Source of the formul
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -100,3 +102,51 @@ def split_queries(x, ROWS: gl.constexpr, WIDTH: gl.constexpr, NATIVE: gl.constex
         y = y.permute((0, 1, 3, 2))
     first, second = gl.split(y)
     return first.reshape([ROWS, WIDTH // 2]), second.reshape([ROWS, WIDTH // 2])
+
+
+SCALED_KEYS = gl.constexpr("""{
+.reg .b16 lo, hi;
+mov.b32 {lo, hi}, $2;
+cvt.rn.f16x2.e4m3x2 $0, lo;
+cvt.rn.f16x2.e4m3x2 $1, hi;
+mul.rn.f16x2 $0, $0, $3;
+mul.rn.f16x2 $1, $1, $3;
+}""")
+SCALED_VALUES = gl.constexpr("""{
+.reg .b32 e;
+.reg .b16 lo, hi;
+prmt.b32 e, $2, 0, 0x3120;
+mov.b32 {lo, hi}, e;
+cvt.rn.f16x2.e4m3x2 $0, lo;
+cvt.rn.f16x2.e4m3x2 $1, hi;
+mul.rn.f16x2 $0, $0, $3;
+mul.rn.f16x2 $1, $1, $3;
+}""")
+
+
+@gluon.jit
+def _unpack_scaled(x, scale, ASM: gl.constexpr):
+    scale, x = gl.broadcast(scale, x)
+    return gl.inline_asm_elementwise(ASM, "=&r,=&r,r,r", [x, scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
+
+
+@gluon.jit
+def unpack_keys_scaled(x, scale):
+    """`unpack_keys` (native) times `scale`, fp16 and constant along k: one more instruction per operand register."""
+    return _unpack_scaled(x, scale, SCALED_KEYS)
+
+
+@gluon.jit
+def unpack_values_scaled(x, scale):
+    """`unpack_values` (native) times `scale`, fp16, one per token."""
+    return _unpack_scaled(x, scale, SCALED_VALUES)
+
+
+@triton.jit
+def decode_codes(x, NATIVE: tl.constexpr):
+    """uint8 codes -> fp16 of the same shape, for kernels in plain Triton; the same two paths and the same factor."""
+    if NATIVE:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    size = x.to(tl.int16) & 0x7F
+    sign = (x.to(tl.int16) & 0x80) << 8
+    return (((size | ((size + 1) & 0x80)) << 7) | sign).to(tl.float16, bitcast=True)
