@@ -19,6 +19,7 @@ import pytest
 
 from tests.server.live import MODEL, LiveServer, ServerProcess, live_server, make_engine, post, request, wait_until
 from uncast.cli.main import main
+from uncast.server.profiler import _compress
 from uncast.server.state import Served, ServerConfig, ServerState
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -183,7 +184,7 @@ def test_a_profile_is_a_trace_of_the_steps(folder: Path, tmp_path: Path) -> None
         assert len(paths) == 2
         open_at_the_end = Path(request("POST", live.url + "/start_profile").json()["path"])
         live.state.profiler.close()
-        assert open_at_the_end.exists()
+        assert {*paths, open_at_the_end} == set(tmp_path.iterdir())
         for path in (*paths, open_at_the_end):
             path.unlink()
         request("POST", live.url + "/start_profile")
@@ -191,6 +192,14 @@ def test_a_profile_is_a_trace_of_the_steps(folder: Path, tmp_path: Path) -> None
         lost = request("POST", live.url + "/stop_profile")
         assert lost.status_code == 500 and "cannot be written" in lost.json()["error"]["message"]
         assert post(live.url + COMPLETE, {"prompt": "a"}).status_code == 200
+
+
+def test_a_trace_without_its_end_is_not_kept(tmp_path: Path) -> None:
+    """Kineto writes as much as the disk takes and reports nothing."""
+    (tmp_path / "plain").write_text('{"traceEvents": [{"name": "aten::li')
+    with pytest.raises(OSError, match="its end is missing; is the disk full"):
+        _compress(tmp_path / "plain", tmp_path / "trace.gz")
+    assert not (tmp_path / "trace.gz").exists()
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(long_folder: Path) -> None:
