@@ -1,0 +1,11 @@
+"""What the doctor refuses; every message is one sentence."""
+
+from __future__ import annotations
+
+
+class TraceError(ValueError):
+    """A file that is no trace, or a trace from which nothing can be told."""
+
+
+class LiveError(RuntimeError):
+    """A server that cannot be profiled or asked."""
