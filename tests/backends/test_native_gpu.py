@@ -15,6 +15,7 @@ import tests.backends.native_kinds  # noqa: F401
 from tests.backends.helpers import check, planned
 from uncast.attention import MLAPagedAttention, ProblemSpec
 from uncast.attention.oracle import mla_oracle, relative_errors
+from uncast.kernels import mma_launch
 from uncast.latent.codec import encode_rows, store_rows
 from uncast.verify.probe import MAX_ROW_ERROR, MAX_TENSOR_ERROR, ProbeCase, make_case, run_case
 
@@ -74,6 +75,22 @@ def test_small_cases(backend: str, layout: str, page: int) -> None:
     """The part to run under `compute-sanitizer --tool memcheck`: `pytest -k small`, with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
     spec = spec_of(kv_layout=layout, num_heads=20, page_size=page, max_q_len=2)
     check(backend, spec, [0, 1, 63, 65, 1000], [1, 1, 2, 1, 2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("num_heads", "dtype"), [(8, torch.bfloat16), (16, torch.bfloat16), (20, torch.bfloat16), (16, torch.float16)]
+)
+def test_the_variants_of_ampere_run_on_this_gpu(
+    monkeypatch: pytest.MonkeyPatch, layout: str, num_heads: int, dtype: torch.dtype
+) -> None:
+    """The integer unpack and the stages that fit 99 KB of shared memory: what sm_86 runs, executed here."""
+    monkeypatch.setattr(mma_launch, "is_native", lambda arch: False)
+    monkeypatch.setattr(mma_launch, "shared_memory_limit", lambda arch: 99 * 1024)
+    mma_launch.compile_variant.cache_clear()
+    spec = spec_of(kv_layout=layout, num_heads=num_heads, q_data_type=dtype, max_q_len=2)
+    check("native_mma", spec, [0, 1, 65, 1000, 9000], [1, 1, 2, 1, 2])
+    mma_launch.compile_variant.cache_clear()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
