@@ -181,3 +181,13 @@ def post(url: str, body: Any, **options: Any) -> httpx.Response:
 
 def request(method: str, url: str, **options: Any) -> httpx.Response:
     return _CLIENT.request(method, url, **options)
+
+
+_METRIC = re.compile(r"^(\w+(?:\{[^}]*\})?) ([-+.\deInfNa]+)$", re.M)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """The samples of /metrics by name and labels."""
+    response = request("GET", url + "/metrics")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {name: float(value) for name, value in _METRIC.findall(response.text)}
