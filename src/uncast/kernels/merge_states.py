@@ -92,8 +92,7 @@ def finish(
         out: [heads, tokens, channels], bf16, fp16 or fp32, any strides but a unit last one; written.
         lse: fp32 [heads, tokens] in `lse_base`; written if given.
     """
-    x, y = states if len(states) == 2 else (*states, None)
-    _launch(x, y, factors, out, lse, lse_base)
+    _launch(states[0], states[1] if len(states) == 2 else None, factors, out, lse, lse_base)
 
 
 def _launch(

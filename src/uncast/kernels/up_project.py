@@ -123,9 +123,8 @@ def factors_kernel(
         ckv_scale = tl.load(ckv_scale_ptr)
     if scale_flags & 2:
         kpe_scale = tl.load(kpe_scale_ptr)
-    if EXTERNAL:
-        top = ckv_scale * 448.0
-    else:
+    top = ckv_scale * 448.0
+    if not EXTERNAL:
         top = tl.load(bounds + MAX_CKV).to(tl.float32, bitcast=True)
     a = power_exponent(tl.load(bounds + L1_KEYS).to(tl.float32, bitcast=True) * top, KEY)
     b = power_exponent(tl.load(bounds + L1_VALUES).to(tl.float32, bitcast=True) * top, VALUE)
@@ -223,7 +222,11 @@ def pack_queries_kernel(
     tl.store(target[:, None] + k[None, :], saturate(x.to(tl.float32) * tl.load(factors + OF_QUERIES)), mask=mask)
     mask = live[:, None] & (j < ROPE)[None, :]
     y = tl.load(q_pe + (token * pe_stride_t + head * pe_stride_h)[:, None] + j[None, :], mask=mask, other=0.0)
-    tl.store(target[:, None] + (NOPE + j)[None, :], saturate(y.to(tl.float32) * tl.load(factors + OF_ROPE_QUERIES)), mask=mask)
+    tl.store(
+        target[:, None] + (NOPE + j)[None, :],
+        saturate(y.to(tl.float32) * tl.load(factors + OF_ROPE_QUERIES)),
+        mask=mask,
+    )
 
 
 @triton.jit
