@@ -140,20 +140,6 @@ def enclosing(spans: Spans, points: Sequence[tuple[int, float]]) -> list[list[in
     return out
 
 
-def sources(trace: Trace, launches: Sequence[int], links: Links) -> list[Source | None]:
-    """The Python function behind each launch: the deepest frame outside torch, Triton and generated code, or None."""
-    spans = trace.launches
-    chains = enclosing(trace.frames, [(spans.lane[i], spans.ts[i]) for i in launches])
-    out: list[Source | None] = []
-    for launch, chain in zip(launches, chains, strict=True):
-        found = deepest(trace.names[trace.frames.name[i]] for i in chain)
-        if found is None and links.op[launch] >= 0:
-            stack = trace.signature(trace.ops.sig[links.op[launch]]).call_stack
-            found = deepest(reversed(re.split(r"[;\n]", stack)))
-        out.append(found)
-    return out
-
-
 def deepest(frames: Iterable[str]) -> Source | None:
     """The last of `frames` (outermost first) that is a file of its own program, with the last module around it."""
     found: Source | None = None

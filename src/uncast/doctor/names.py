@@ -15,7 +15,7 @@ from uncast.doctor.trace import Grid
 _COPY = ("direct_copy_kernel_cuda", "float16_copy_kernel_cuda", "bfloat16_copy_kernel_cuda", "float8_copy_kernel_cuda",
          "bfloat16tofloat32_copy_kernel_cuda", "float16tofloat32_copy_kernel_cuda", "converting_copy_kernel_cuda",
          "transpose_copy_tiled_kernel")  # fmt: skip
-_COLLECTIVE = re.compile(
+COLLECTIVE = re.compile(
     r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|cross_device", re.I
 )
 _ATTENTION = re.compile(
@@ -28,6 +28,9 @@ _GEMM = re.compile(r"gemm|cijk_|matmul|cutlass|nvjet|cublas|gemv|splitkreduce|xm
 _LAMBDA_DTYPE = re.compile(r"\{lambda\(([\w:<> ]+)\)#\d+\}")
 _FP8_DST = re.compile(r"ConvertTo(Float8\w+?)Fn", re.I)
 _PAIR = re.compile(r"converting_copy_kernel_cuda<\s*([\w:]+)\s*,\s*([\w:]+)\s*>")
+_TRITON_MOVE = re.compile(
+    r"^triton_poi_fused_(_to_copy|clone|copy|contiguous)(_(_to_copy|clone|copy|view|t|expand|slice|permute))*_\d+$"
+)
 _UNROLLED = re.compile(r"unrolled_elementwise_kernel<")
 _ELEMENTWISE = re.compile(r"(?<![a-z_])elementwise_kernel(?:_manual_unroll)?<\s*(\d+)\s*,\s*(\d+)")
 _VECTORIZED = re.compile(r"vectorized_elementwise_kernel<\s*(\d+)")
@@ -36,9 +39,9 @@ _ROCM_CAST = re.compile(r"(?<![a-z_])elementwise_kernel<\s*512\s*,\s*1\b")
 
 @dataclass(frozen=True)
 class Named:
-    """`kind`: copy, triton_cast, cat, index, attention, attention_tail, gemm, collective, memcpy_DtoD (DtoH, HtoD), memset or
-    other. For copies: the dtypes the name gives (None where it is silent), whether the dtypes differ for certain, and whether
-    it is the kernel for strided operands."""
+    """`kind`: copy, triton_move (generated, only moves), triton_pad, cat, index, attention, attention_tail, gemm, collective,
+    memcpy_DtoD (DtoH, HtoD), memset or other. For copies: the dtypes the name gives (None where it is silent), whether they
+    differ for certain, and whether it is the kernel for strided operands."""
 
     kind: str
     dtype_from: str | None = None
@@ -57,11 +60,13 @@ def parse_name(name: str) -> Named:
         return Named("memset")
     if any(word in name for word in _COPY):
         return _copy(name)
-    if name.startswith("triton_") and "to_copy" in name:
-        return Named("triton_cast")
+    if _TRITON_MOVE.match(name):
+        return Named("triton_move")
+    if name.startswith("triton_") and "constant_pad_nd" in name:
+        return Named("triton_pad")
     if "CatArrayBatchedCopy" in name:
         return Named("cat")
-    if _COLLECTIVE.search(name):
+    if COLLECTIVE.search(name):
         return Named("collective")
     if _ATTENTION.search(name):
         return Named("attention_tail" if _ATTENTION_TAIL.search(name) else "attention")

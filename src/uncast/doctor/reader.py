@@ -146,9 +146,8 @@ def _feed_last(chunk: bytes, store: _Store) -> None:
     if text:
         _feed_one(text, store)
         store.trace.meta.update(_trailer(rest))
-    elif tail.strip()[:1] not in (b"]", b"}"):
-        if not _feed_one(tail, store, quiet=True):
-            store.trace.skipped["events cut off at the end"] += 1
+    elif tail.strip()[:1] not in (b"]", b"}") and not _feed_one(tail, store, quiet=True):
+        store.trace.skipped["events cut off at the end"] += 1
 
 
 def _feed_one(text: bytes, store: _Store, quiet: bool = False) -> bool:
