@@ -29,7 +29,7 @@ def make_plan(q_lens: list[int], kv_lens: list[int], **kw: object) -> SplitPlan:
 def batches() -> list[tuple[list[int], list[int], dict[str, object]]]:
     rng = random.Random(5)
     cases: list[tuple[list[int], list[int], dict[str, object]]] = [
-        ([1], [4096], {"num_heads": 64, "block_rows": 64}),
+        ([1], [4096], {"num_heads": 64, "block_rows": 64, "min_chunk": 1}),
         ([1], [524288], {"num_heads": 8}),
         ([1], [0], {}),
         ([1] * 512, [2048] * 512, {}),
@@ -42,7 +42,8 @@ def batches() -> list[tuple[list[int], list[int], dict[str, object]]]:
         kv = [rng.choice([0, 1, 63, 64, 65, rng.randint(0, 20000)]) for _ in range(batch)]
         q = [rng.choice([0, 1, 1, 1, 5, 8]) for _ in range(batch)]
         cases.append((q, kv, {"num_heads": rng.choice([1, 5, 20, 128]), "block_rows": rng.choice([8, 16, 32, 64]),
-                              "num_ctas": rng.choice([20, 132, 264]), "batch_invariant": rng.random() < 0.3}))  # fmt: skip
+                              "num_ctas": rng.choice([20, 132, 264]), "batch_invariant": rng.random() < 0.3,
+                              "min_chunk": rng.choice([1, 2])}))  # fmt: skip
     return cases
 
 
@@ -112,11 +113,11 @@ def test_batches_beyond_the_largest_bucket_are_refused() -> None:
 @gluon.jit(do_not_specialize=["batch", "num_heads", "target", "causal", "invariant"])
 def schedule_probe(
     out, qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant,
-    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, MIN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     valid, b, _, _, _, row0, tile0, tile1, num_splits, part = find_work(
         gl.program_id(0), qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant,
-        BLOCK_ROWS, BATCH, OVERHEAD, num_warps,
+        BLOCK_ROWS, BATCH, OVERHEAD, num_warps, MIN,
     )  # fmt: skip
     p = out + gl.program_id(0) * 7
     gl.store(p, valid.to(gl.int32))
@@ -139,7 +140,8 @@ def test_the_device_schedules_like_the_reference() -> None:
         sched = torch.full((1 + plan.num_groups, 8), -7, dtype=torch.int32, device="cuda")
         schedule_probe[(plan.num_items,)](
             out, qo, kv, sched, plan.batch, plan.num_heads, plan.target, 0, int(plan.batch_invariant),
-            BLOCK_ROWS=plan.block_rows, BATCH=plan.batch_bucket, OVERHEAD=plan.overhead, num_warps=4,
+            BLOCK_ROWS=plan.block_rows, BATCH=plan.batch_bucket, OVERHEAD=plan.overhead, MIN=plan.min_chunk,
+            num_warps=4,
         )  # fmt: skip
         items = list(reference_items(plan, q_lens, kv_lens))
         got = out.tolist()

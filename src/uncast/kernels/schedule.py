@@ -34,7 +34,7 @@ from triton.experimental.gluon import language as gl
 TILE = 64
 """Cache rows per tile."""
 MIN_CHUNK = 2
-"""Fewest tiles of a split: below it, a split's fixed cost exceeds its work."""
+"""Fewest tiles of a split unless a kernel's plan says otherwise: below it, a split's fixed cost exceeds its work."""
 MAX_CHUNK = 1 << 19
 """Most tiles of a split (33 million rows), where the fp32 division of `ceil_div` is still exact."""
 MAX_COST = (1 << 28) - 1
@@ -71,6 +71,7 @@ class SplitPlan:
         num_items: grid size, an upper bound of the items.
         partial_blocks: upper bound of the partial results, each [block_rows, 512] fp32 and [block_rows] fp32.
         num_groups: upper bound of the groups to combine.
+        min_chunk: fewest tiles of a split; the kernel is compiled for it.
     """
 
     batch: int
@@ -83,6 +84,7 @@ class SplitPlan:
     num_items: int
     partial_blocks: int
     num_groups: int
+    min_chunk: int = MIN_CHUNK
 
     @property
     def can_split(self) -> bool:
@@ -105,6 +107,7 @@ def plan_splits(
     num_ctas: int,
     batch_invariant: bool = False,
     max_q_len: int | None = None,
+    min_chunk: int = MIN_CHUNK,
 ) -> SplitPlan:
     """Sizes of one batch shape, from shapes alone.
 
@@ -112,6 +115,7 @@ def plan_splits(
         batch: requests. total_q: query tokens (upper bound). max_kv_len: upper bound of every length.
         num_ctas: CTAs of the kernel the device holds at once.
         max_q_len: upper bound of one request's query tokens; it tightens the grid (an idle CTA still costs its start).
+        min_chunk: fewest tiles of a split.
 
     Raises:
         ScheduleError: batch beyond the largest bucket.
@@ -129,7 +133,7 @@ def plan_splits(
         partial = items if splits > 1 else 0
         groups = blocks if splits > 1 else 0
     else:
-        splits = max(1, -(-max_tiles // MIN_CHUNK))
+        splits = max(1, -(-max_tiles // min_chunk))
         items = max(num_ctas, blocks) + (min(num_ctas, blocks) // 2 if batch > 1 else 0)
         items = min(items, blocks * splits)
         partial = min(2 * num_ctas, items) if splits > 1 else 0
@@ -145,6 +149,7 @@ def plan_splits(
         max(1, items),
         partial,
         groups,
+        min_chunk,
     )
 
 
@@ -164,8 +169,8 @@ def choose_chunk(plan: SplitPlan, tiles: Sequence[int], blocks: Sequence[int]) -
     """The chunk the device takes; the same integer arithmetic as `find_work`."""
     total, num_blocks = sum(t * r for t, r in zip(tiles, blocks, strict=True)), sum(blocks)
     if plan.batch_bucket == 1:
-        return min(max(MIN_CHUNK, -(-tiles[0] // max(1, plan.target // max(1, num_blocks)))), MAX_CHUNK)
-    c0 = min(max(MIN_CHUNK, -(-total // plan.target)), MAX_CHUNK)
+        return min(max(plan.min_chunk, -(-tiles[0] // max(1, plan.target // max(1, num_blocks)))), MAX_CHUNK)
+    c0 = min(max(plan.min_chunk, -(-total // plan.target)), MAX_CHUNK)
     room = plan.num_items - num_blocks
     fits = min(-(-total // room), MAX_CHUNK) if room > 0 else MAX_CHUNK
     if plan.batch_bucket > 256:
@@ -259,7 +264,7 @@ def _choose_chunk(
 @gluon.jit
 def _find_request(
     item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, invariant,
-    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr, MIN: gl.constexpr,
 ):  # fmt: skip
     """(request of `item`, its first item, its first partial block, its first group, chunk); request = batch beyond the last.
 
@@ -271,7 +276,7 @@ def _find_request(
     tiles, blocks = _lengths(qo_indptr, kv_len_arr, i, batch, num_heads, BLOCK_ROWS)
     total = gl.sum(tiles * blocks, 0)
     num_blocks = gl.sum(blocks, 0)
-    c0 = gl.minimum(gl.maximum((total + target - 1) // target, 2), 1 << 19)
+    c0 = gl.minimum(gl.maximum((total + target - 1) // target, MIN), 1 << 19)
     room = gl.num_programs(0) - num_blocks
     fits = gl.where(room > 0, gl.minimum((total + room - 1) // gl.maximum(room, 1), 1 << 19), 1 << 19)
     if BATCH <= 256:
@@ -294,14 +299,14 @@ def _find_request(
 @gluon.jit
 def find_work(
     item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant,
-    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr, MIN: gl.constexpr = 2,
 ):  # fmt: skip
     """The work of CTA `item` of a grid of `SplitPlan.num_items`; called by all `NW` warps of the CTA at its start.
 
-    `causal` and `invariant` are 0 or 1. Returns scalars (valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits,
-    part): rows row0.. of request b (folded, at most BLOCK_ROWS), tiles tile0 <= t < tile1 (empty if tile1 <= tile0), `part`
-    the partial block to write when num_splits > 1. `valid` is false for items beyond the last. Publishes the groups to
-    combine in `sched`.
+    `causal` and `invariant` are 0 or 1; MIN is the plan's `min_chunk`. Returns scalars (valid, b, q_start, q_len, kv_len,
+    row0, tile0, tile1, num_splits, part): rows row0.. of request b (folded, at most BLOCK_ROWS), tiles tile0 <= t < tile1
+    (empty if tile1 <= tile0), `part` the partial block to write when num_splits > 1. `valid` is false for items beyond the
+    last. Publishes the groups to combine in `sched`.
     """
     if BATCH == 1:
         b = item * 0
@@ -311,7 +316,7 @@ def find_work(
         chunk = b
     else:
         b, start, part0, group0, chunk = _find_request(
-            item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, invariant, BLOCK_ROWS, BATCH, OVERHEAD, NW
+            item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, invariant, BLOCK_ROWS, BATCH, OVERHEAD, NW, MIN
         )
     valid = b < batch
     b = gl.minimum(b, batch - 1)
@@ -323,7 +328,7 @@ def find_work(
     nb = (rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS
     if BATCH == 1:
         slots = gl.maximum(target // gl.maximum(nb, 1), 1)
-        chunk = gl.minimum(gl.maximum((t + slots - 1) // slots, 2), 1 << 19)
+        chunk = gl.minimum(gl.maximum((t + slots - 1) // slots, MIN), 1 << 19)
     num_splits, per = _splits(t, chunk, invariant)
     if BATCH == 1:
         valid = item < num_splits * nb

@@ -1,34 +1,55 @@
-"""Decode and verify on Hopper (sm_90): two warpgroups of RS wgmma, fed by two TMA warps, one CTA per SM."""
+"""Decode and verify on Hopper: MLA over a paged FP8 cache with RS wgmma, one CTA per SM, one item of `schedule` per CTA.
+
+An item is BN folded query rows (row = token * num_heads + head) of one request and a range of its 64-row KV tiles. Products are
+swapped: S^T[64, BN] = K Q^T and O^T[512, BN] = V^T P^T with K and V^T as register operands, so rows are the N of the MMA.
+
+    device memory    `fp8_e4m3`: 576 B a row; `fp8_ds_mla`: 656 B; read by TMA as int16 rows, never anything wider
+    shared memory    ring of ST tiles, 32,768 B of latent each, and rope: 4,096 B (fp8_ds_mla: 8,192 B, and 2,048 B of scales)
+                     per tile, as deep as the ring (JOINT) or, where that does not fit (fp8_e4m3, BN 64), two
+                     Q 1,024 BN B of fp16 and its rope 128 BN B; P 2 x 128 BN B
+                     total for BN 16 / 32 / 64: fp8_e4m3 207,760 / 230,608 / 231,248 B, fp8_ds_mla 195,536 / 218,384 / 221,072 B
+    registers        O^T of one warpgroup: its 256 channels, even in `oe`, odd in `oo`, 2 x [128, BN] fp32; 240 a thread
+
+    warpgroup w = 0, 1   S^T and softmax of tiles w, w + 2, ...; its half of O^T for every tile; P exchanged by `p`
+    TMA warp(s)          latent and rope tiles; page numbers 32 at a time in registers
+    scale warp           fp8_ds_mla: the rows' scales as fp16 times a power of two per tile (`wgmma_ops`)
+
+Barriers: `ckv_full`/`ckv_empty` per slot (empty: both warpgroups have accumulated the tile, hence also its P, flag and
+factors are free), `p_ready` per parity of the tile (P, column maximum, flag and factors are published), `meet` (both).
+Softmax is base 2 and lazy: the column maximum moves only when a score exceeds it by 2^10; then `flag` is set and `alpha`
+holds the factors. The tile at a request's end is cleaned in shared memory, since weight 0 times a NaN code is NaN.
+
+Floor: row_bytes per cached row (times the row blocks where those miss L2), or 2 * 1088 FLOP per query row and cached row.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from uncast.kernels.gluon_compat import cta_barrier, smem_view, tma_load
+from uncast.kernels.pdl import grid_dependency_wait, launch_dependents
 from uncast.kernels.schedule import find_work
 from uncast.kernels.wgmma_ops import (
     HEADROOM,
     LN2,
-    RESCALE_AT,
     accumulate,
     clean_rows,
     column_max,
     column_totals,
     ex2,
     get_scalar,
-    grid_dependency_wait,
     hide_rows,
-    launch_dependents,
+    more_scores,
+    needs_rescale,
     opaque_zero,
     power_of_two,
     prepare_q,
     put_scalar,
     row_offsets,
-    row_view,
     scale_sums,
     scores,
+    seven_bits,
     store_outputs,
-    warpgroup_max,
 )
 
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -36,75 +57,116 @@ ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def _load_ckv(desc, pages, tile0, nt, ring, full, empty, ST: gl.constexpr, PAGE: gl.constexpr):
-    """Latent TMA warp: tile t goes to slot t % ST."""
-    PER: gl.constexpr = PAGE // 64
-    page = gl.load(pages + tile0 // PER)
-    for t in range(nt):
-        s = t % ST
-        following = gl.load(pages + (tile0 + gl.minimum(t + 1, nt - 1)) // PER)
-        mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
-        mbarrier.expect(full.index(s), 64 * 512)
-        tma_load(desc, [page * PAGE + (tile0 + t) % PER * 64, 0], full.index(s), ring.index(s))
-        page = following
+def _pages(kv_indices, kv_start, first, last):
+    """Entries first .. first + 32 (not behind `last`) of a request's page list, one a lane."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.load(kv_indices + kv_start + first + lane, mask=first + lane <= last, other=0)
 
 
 @gluon.jit
-def _load_kpe(desc, pages, tile0, nt, ring, full, p_ready, PAGE: gl.constexpr, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
-    """Rope TMA warp: two slots; a slot is free once its tile's weights are published."""
-    PER: gl.constexpr = PAGE // 64
-    page = gl.load(pages + tile0 // PER)
-    for t in range(nt):
-        s = t % 2
-        following = gl.load(pages + (tile0 + gl.minimum(t + 1, nt - 1)) // PER)
-        mbarrier.wait(p_ready.index(s), ((t // 2) & 1) ^ 1)
-        mbarrier.expect(full.index(s), 128 * WIDTH)
-        tma_load(desc, [page * PAGE + (tile0 + t) % PER * 64, COLUMN], full.index(s), ring.index(s))
-        page = following
+def _page(pages, i):
+    """Entry i of `_pages`."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.sum(gl.where(lane == i, pages, 0), 0)
 
 
 @gluon.jit
-def _fetch_scales(cache, pages, tile, kv_len, PAGE: gl.constexpr):
+def _load_tiles(
+    ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, full, empty, ST: gl.constexpr, PAGE: gl.constexpr,
+    DS: gl.constexpr, JOINT: gl.constexpr,
+):  # fmt: skip
+    """TMA warp: latent (and with JOINT the rope) of tile t goes to slot t % ST."""
+    PER: gl.constexpr = PAGE // 64
+    last = (tile0 + nt - 1) // PER
+    for first in range(tile0 // PER, last + 1, 32):
+        pages = _pages(kv_indices, kv_start, first, last)
+        for tile in range(gl.maximum(first * PER, tile0), gl.minimum((first + 32) * PER, tile0 + nt)):
+            row = _page(pages, tile // PER - first) * PAGE + tile % PER * 64
+            t = tile - tile0
+            s = t % ST
+            mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
+            if JOINT:
+                mbarrier.expect(full.index(s), 64 * (512 + (128 if DS else 64)))
+                tma_load(kpe_desc, [row, 264 if DS else 256], full.index(s), kpe.index(s))
+            else:
+                mbarrier.expect(full.index(s), 64 * 512)
+            tma_load(ckv_desc, [row, 0], full.index(s), ckv.index(s))
+
+
+@gluon.jit
+def _load_kpe(kpe_desc, kv_indices, kv_start, tile0, nt, kpe, full, p_ready, PAGE: gl.constexpr):
+    """Rope TMA warp (without JOINT): two slots; a slot is free once its tile's weights are published."""
+    PER: gl.constexpr = PAGE // 64
+    last = (tile0 + nt - 1) // PER
+    for first in range(tile0 // PER, last + 1, 32):
+        pages = _pages(kv_indices, kv_start, first, last)
+        for tile in range(gl.maximum(first * PER, tile0), gl.minimum((first + 32) * PER, tile0 + nt)):
+            row = _page(pages, tile // PER - first) * PAGE + tile % PER * 64
+            t = tile - tile0
+            s = t % 2
+            mbarrier.wait(p_ready.index(s), ((t // 2) & 1) ^ 1)
+            mbarrier.expect(full.index(s), 64 * 64)
+            tma_load(kpe_desc, [row, 256], full.index(s), kpe.index(s))
+
+
+@gluon.jit
+def _fetch_scales(cache, page, tile, kv_len, PAGE: gl.constexpr):
     """The four scales of the 64 rows of a tile (fp8_ds_mla: fp32 words 128..131 of a row of 164); 0 behind the end."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
-    PER: gl.constexpr = PAGE // 64
     row = gl.arange(0, 64, gl.SliceLayout(1, L))
     g = gl.arange(0, 4, gl.SliceLayout(0, L))
-    first = gl.load(pages + tile // PER).to(gl.int64) * PAGE + tile % PER * 64
-    at = cache + first * 164 + 128 + row[:, None] * 164 + g[None, :]
-    return gl.load(at, mask=(tile * 64 + row < kv_len)[:, None], other=0.0)
+    first = (page.to(gl.int64) * PAGE + tile % (PAGE // 64) * 64) * 164 + 128
+    return gl.load(cache + first + row[:, None] * 164 + g[None, :], mask=(tile * 64 + row < kv_len)[:, None], other=0.0)
 
 
 @gluon.jit
-def _load_scales(cache, pages, tile0, nt, kv_len, scales, exponents, empty, ready, ST: gl.constexpr, PAGE: gl.constexpr):
-    """Scale warp of fp8_ds_mla: publishes scale * 2^-e as fp16 [4, 64] and e, so that the largest becomes 2^6 .. 2^7."""
-    v = _fetch_scales(cache, pages, tile0, kv_len, PAGE)
-    for t in range(nt):
-        s = t % ST
-        following = _fetch_scales(cache, pages, tile0 + gl.minimum(t + 1, nt - 1), kv_len, PAGE)
-        top = gl.max(gl.max(v.to(gl.int32, bitcast=True), 1), 0)
-        e = gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
-        mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
-        scales.index(s).permute((1, 0)).store((v * power_of_two(-e)).to(gl.float16))
-        put_scalar(exponents.index(s), e, 1)
-        cta_barrier()
-        mbarrier.arrive(ready.index(s), count=1)
-        v = following
+def _load_scales(
+    cache, kv_indices, kv_start, tile0, nt, kv_len, scales, exponents, empty, ready, ST: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Scale warp of fp8_ds_mla: publishes a tile's scales times 2^-e, so that the largest becomes 2^6 .. 2^7, as fp16 [4, 64]
+    in slot 4 s; and 2 e, plus 1 if one is no power of two: then slots 4 s + 1.. + 3 hold them as sums of 7-bit numbers."""
+    PER: gl.constexpr = PAGE // 64
+    last = (tile0 + nt - 1) // PER
+    for first in range(tile0 // PER, last + 1, 32):
+        pages = _pages(kv_indices, kv_start, first, last)
+        begin = gl.maximum(first * PER, tile0)
+        end = gl.minimum((first + 32) * PER, tile0 + nt)
+        v = _fetch_scales(cache, _page(pages, begin // PER - first), begin, kv_len, PAGE)
+        for tile in range(begin, end):
+            nxt = gl.minimum(tile + 1, end - 1)
+            following = _fetch_scales(cache, _page(pages, nxt // PER - first), nxt, kv_len, PAGE)
+            top = gl.max(gl.max(v.to(gl.int32, bitcast=True), 1), 0)
+            e = gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
+            t = tile - tile0
+            s = t % ST
+            mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
+            v = v * power_of_two(-e)
+            scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
+            inexact = gl.max(gl.max(v.to(gl.int32, bitcast=True) & 0x7FFFFF, 1), 0)
+            put_scalar(exponents.index(s), 2 * e + gl.minimum(inexact, 1), 1)
+            if inexact > 0:
+                for k in range(3):
+                    scales.index(4 * s + 1 + k).permute((1, 0)).store(seven_bits(v).to(gl.float16))
+                    v = v - seven_bits(v)
+            cta_barrier()
+            mbarrier.arrive(ready.index(s), count=1)
+            v = following
 
 
 @gluon.jit
 def _warpgroup(
-    q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax, colscale, limits,
+    q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax, limits,
     offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents, scales_ready, pe_factor,
     score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len, first_limit, tile0, nt,
     w: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, KC: gl.constexpr, TC: gl.constexpr, DS: gl.constexpr,
+    JOINT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup w: scores and weights of tiles w, w + 2, ..., and its 256 channels of O^T for every tile."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     cols: gl.constexpr = gl.SliceLayout(0, mma)
-    prepare_q(
-        q_nope, q_pe, pe_factor, score_factor, qa.index(0), qb.index(0), ra.index(0), rb.index(0),
-        smem_view(p.index(0), gl.int32, [32, BN], ROWS), row_view(p.index(1), 32, BN), colscale, meet, w, BN, DS,
+    factor = score_factor * prepare_q(
+        q_nope, q_pe, pe_factor, qa.index(0), qb.index(0), ra.index(0), rb.index(0),
+        smem_view(p.index(0), gl.int32, [32, BN], ROWS), votes, meet, w, BN, DS,
     )  # fmt: skip
     sums = gl.sum(gl.zeros([64, BN], gl.float32, mma).reshape([4, 2, 8, BN]), 1)
     oe = gl.zeros([128, BN], gl.float32, mma)
@@ -123,28 +185,46 @@ def _warpgroup(
                 cta_barrier()
             z = opaque_zero(t)
             e = 0
+            split = 0
             if DS:
                 mbarrier.wait(scales_ready.index(s), (t // ST) & 1)
                 e = get_scalar(exponents.index(s))
-            acc = scores(
-                ckv.index(s), kpe.index(w), kpe_full.index(w), j & 1, ckv_full.index(s), (t // ST) & 1,
-                qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(s), e, mma, BN, KC, DS,
-            )  # fmt: skip
+                split = e & 1
+                e = e >> 1
+            if JOINT:
+                acc = scores(
+                    ckv.index(s), kpe.index(s), ckv_full.index(s), (t // ST) & 1, ckv_full.index(s), 0,
+                    qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * s + split), e, mma, BN, KC, DS, JOINT,
+                )  # fmt: skip
+            else:
+                acc = scores(
+                    ckv.index(s), kpe.index(w), kpe_full.index(w), j & 1, ckv_full.index(s), (t // ST) & 1,
+                    qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * s + split), e, mma, BN, KC, DS, JOINT,
+                )  # fmt: skip
+            if DS:
+                for k in range(2 * split):
+                    acc = more_scores(acc, ckv.index(s), qa.index(z), qb.index(z), scales.index(4 * s + 2 + k), mma)
             if t > 0:
                 mbarrier.wait(p_ready.index(1 - w), ((t - 1) // 2) & 1)
-                if get_scalar(flag.index(1 - w)) > 0:
+                if get_scalar(flag.index((t - 1) % 4)) > 0:
                     sums = scale_sums(sums, alpha.index(1 - w).load(cols))
             m = colmax.load(cols)
+            scale = factor
             if DS:
-                x = acc * (colscale.load(cols) * power_of_two(e))[None, :] - (m - e.to(gl.float32))[None, :]
+                scale = factor * power_of_two(e)
+                m_tile = m - e.to(gl.float32)
             else:
-                x = acc * colscale.load(cols)[None, :] - m[None, :]
+                m_tile = m
+            x = acc * scale - m_tile[None, :]
             if end > first_limit:
                 x = hide_rows(x, end - 64, limits, mma)
-            # tile t - 2 is consumed by both warpgroups: its weights, flag and factors may be overwritten
-            mbarrier.wait(ckv_empty.index((t - 2 + ST) % ST), ((t - 2 + ST) // ST + 1) & 1)
             flagged = 0
-            if (warpgroup_max(x, votes.index(w), BN) > RESCALE_AT) | (t == 0):
+            used = ckv_empty.index(
+                (t - 2 + ST) % ST
+            )  # tile t - 2: then both warpgroups are done with its weights and factors
+            used_phase = ((t - 2 + ST) // ST + 1) & 1
+            if needs_rescale(x, votes.index(w), BN) | (t == 0):
+                mbarrier.wait(used, used_phase)
                 up = gl.maximum(column_max(x, p.index(w), cols, BN) - HEADROOM, gl.where(t == 0, -1e29, 0.0))
                 cta_barrier()
                 x = x - up[None, :]
@@ -154,12 +234,13 @@ def _warpgroup(
                     sums = scale_sums(sums, a)
                     alpha.index(w).store(a)
                     flagged = 1
-            put_scalar(flag.index(w), flagged)
+            put_scalar(flag.index(t % 4), flagged)
             weights = ex2(x)
             if DS:
                 sums = sums + gl.sum(weights.reshape([4, 2, 8, BN]), 1) * power_of_two(-e)
             else:
                 sums = sums + gl.sum(weights.reshape([4, 2, 8, BN]), 1)
+            mbarrier.wait(used, used_phase)
             p.index(w).store(weights.to(gl.float16))
             fence_async_shared()
             cta_barrier()
@@ -169,11 +250,11 @@ def _warpgroup(
             pv = v % 2
             mbarrier.wait(p_ready.index(pv), (v // 2) & 1)
             oe, oo = accumulate(
-                oe, oo, ckv.index(sv).slice(w * 128, 128, 1), p.index(pv), alpha.index(pv), flag.index(pv),
-                scales.index(sv), w, TC, DS,
+                oe, oo, ckv.index(sv).slice(w * 128, 128, 1), p.index(pv), alpha.index(pv), flag.index(v % 4),
+                scales.index(4 * sv if DS else sv), w, TC, DS,
             )  # fmt: skip
-            if (v == nt - 1) & (pv != w):
-                if get_scalar(flag.index(1 - w)) > 0:
+            if (v == nt - 1) & (pv != w):  # noqa: SIM102 (the flag is read for the last tile only)
+                if get_scalar(flag.index(v % 4)) > 0:
                     sums = scale_sums(sums, alpha.index(1 - w).load(cols))
             cta_barrier()
             mbarrier.arrive(ckv_empty.index(sv), count=1)
@@ -182,8 +263,8 @@ def _warpgroup(
     total = column_totals(sums, ra.index(0), meet, w, L, 32 if DS else 16, BN)
     part = get_scalar(state.index(0))
     direct = part < 0
-    factor = gl.where(direct, get_scalar(state.index(1)).to(gl.float32, bitcast=True), 1.0)
-    alpha.index(w).store(gl.where(total > 0, factor / total, 0.0))
+    out_scale = gl.where(direct, get_scalar(state.index(1)).to(gl.float32, bitcast=True), 1.0)
+    alpha.index(w).store(gl.where(total > 0, out_scale / total, 0.0))
     store_outputs(oe, oo, alpha.index(w), out, partial_o, offsets, direct, w)
     if w == 0:
         n = gl.arange(0, BN, L)
@@ -191,7 +272,9 @@ def _warpgroup(
         ok = offsets.load(L) >= 0
         gl.store(partial_lse + part * BN + n, top, mask=ok & (part >= 0))
         row = get_scalar(state.index(2)) + n
-        at = (get_scalar(state.index(3)) + row // num_heads).to(gl.int64) * lse_stride_t + (row % num_heads) * lse_stride_h
+        at = (get_scalar(state.index(3)) + row // num_heads).to(gl.int64) * lse_stride_t + (
+            row % num_heads
+        ) * lse_stride_h
         gl.store(lse + at, top * gl.where(lse_mode == 2, LN2, 1.0), mask=ok & direct & (lse_mode > 0))
 
 
@@ -224,7 +307,7 @@ def wgmma_decode_kernel(
     nope_stride_t, nope_stride_h, pe_stride_t, pe_stride_h, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
     num_heads, batch, target, causal, invariant, lse_mode, scale_flags,
     BN: gl.constexpr, ST: gl.constexpr, KC: gl.constexpr, TC: gl.constexpr, PAGE: gl.constexpr, BATCH: gl.constexpr,
-    OVERHEAD: gl.constexpr, DS: gl.constexpr, num_warps: gl.constexpr,
+    OVERHEAD: gl.constexpr, MIN_CHUNK: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -233,13 +316,13 @@ def wgmma_decode_kernel(
     p_smem: gl.constexpr = gl.NVMMASharedLayout(128 if BN >= 64 else 2 * BN, 16, 2)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ckv = gl.allocate_shared_memory(gl.int16, [ST, 64, 256], ckv_desc.layout)
-    kpe = gl.allocate_shared_memory(gl.int16, [2, 64, 64 if DS else 32], kpe_desc.layout)
+    kpe = gl.allocate_shared_memory(gl.int16, [ST if JOINT else 2, 64, 64 if DS else 32], kpe_desc.layout)
     qa = gl.allocate_shared_memory(gl.float16, [1, BN, 256], q_smem)
     qb = gl.allocate_shared_memory(gl.float16, [1, BN, 256], q_smem)
     if DS:
         ra = gl.allocate_shared_memory(gl.bfloat16, [1, BN, 64], q_smem)
         rb = ra
-        scales = gl.allocate_shared_memory(gl.float16, [ST, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        scales = gl.allocate_shared_memory(gl.float16, [4 * ST, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     else:
         ra = gl.allocate_shared_memory(gl.float16, [1, BN, 32], r_smem)
         rb = gl.allocate_shared_memory(gl.float16, [1, BN, 32], r_smem)
@@ -248,12 +331,11 @@ def wgmma_decode_kernel(
     scales_ready = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
     p = gl.allocate_shared_memory(gl.float16, [2, 64, BN], p_smem)
     alpha = gl.allocate_shared_memory(gl.float32, [2, BN], s1)
-    flag = gl.allocate_shared_memory(gl.int32, [2, 1], s1)
+    flag = gl.allocate_shared_memory(gl.int32, [4, 1], s1)
     colmax = gl.allocate_shared_memory(gl.float32, [BN], s1, gl.zeros([BN], gl.float32, L))
-    colscale = gl.allocate_shared_memory(gl.float32, [BN], s1)
     limits = gl.allocate_shared_memory(gl.int32, [BN], s1)
     offsets = gl.allocate_shared_memory(gl.int32, [BN], s1)
-    votes = gl.allocate_shared_memory(gl.int32, [2, 4], s1)
+    votes = gl.allocate_shared_memory(gl.int32, [3, 4], s1)
     state = gl.allocate_shared_memory(gl.int32, [4, 1], s1)
     ckv_full = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
     ckv_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
@@ -269,9 +351,25 @@ def wgmma_decode_kernel(
         mbarrier.init(p_ready.index(s), count=1)
     mbarrier.init(meet, count=2)
     item = grid_dependency_wait(launch_dependents(gl.program_id(0)))
+    kv_start = gl.load(kv_indptr + item * 0)  # for one request: in flight together with its lengths
     valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits, part = find_work(
-        item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant, BN, BATCH, OVERHEAD, num_warps
+        item,
+        qo_indptr,
+        kv_len_arr,
+        sched,
+        batch,
+        num_heads,
+        target,
+        causal,
+        invariant,
+        BN,
+        BATCH,
+        OVERHEAD,
+        num_warps,
+        MIN_CHUNK,
     )
+    if BATCH > 1:
+        kv_start = gl.load(kv_indptr + b)
     nt = tile1 - tile0
     rows = q_len * num_heads
     if valid:
@@ -282,7 +380,6 @@ def wgmma_decode_kernel(
             rope_scale = gl.where(from_ptr, gl.load(kpe_scale_ptr, mask=from_ptr, other=1.0), kpe_scale)
             pe_factor = rope_scale / latent_scale
             score_factor = latent_scale * sm_scale_log2
-            pages = kv_indices + gl.load(kv_indptr + b)
             # one thread a row: where it is read and written, and how many cache rows it sees
             row = row0 + gl.arange(0, BN, L)
             read = smem_view(p.index(0), gl.int32, [32, BN], ROWS)
@@ -301,41 +398,66 @@ def wgmma_decode_kernel(
             cta_barrier()
             if DS:
                 gl.warp_specialize([
-                        (_warpgroup, (
-                            q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                            colscale, limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
-                            scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
-                            first_limit, tile0, nt, 0, BN, ST, KC, TC, DS,
-                        )),
-                        (_warpgroup, (
-                            q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                            colscale, limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
-                            scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
-                            first_limit, tile0, nt, 1, BN, ST, KC, TC, DS,
-                        )),
-                        (_load_ckv, (ckv_desc, pages, tile0, nt, ckv, ckv_full, ckv_empty, ST, PAGE)),
-                        (_load_kpe, (kpe_desc, pages, tile0, nt, kpe, kpe_full, p_ready, PAGE, 264, 64)),
-                        (_load_scales, (
-                            cache_words, pages, tile0, nt, kv_len, scales, exponents, ckv_empty, scales_ready, ST, PAGE,
-                        )),
-                    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
+                        first_limit, tile0, nt, 0, BN, ST, KC, TC, DS, JOINT,
+                    )),
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
+                        first_limit, tile0, nt, 1, BN, ST, KC, TC, DS, JOINT,
+                    )),
+                    (_load_tiles, (
+                        ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, ckv_full, ckv_empty, ST, PAGE, DS,
+                        JOINT,
+                    )),
+                    (_load_scales, (
+                        cache_words, kv_indices, kv_start, tile0, nt, kv_len, scales, exponents, ckv_empty, scales_ready,
+                        ST, PAGE,
+                    )),
+                ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+            elif JOINT:
+                gl.warp_specialize([
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
+                        first_limit, tile0, nt, 0, BN, ST, KC, TC, DS, JOINT,
+                    )),
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
+                        first_limit, tile0, nt, 1, BN, ST, KC, TC, DS, JOINT,
+                    )),
+                    (_load_tiles, (
+                        ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, ckv_full, ckv_empty, ST, PAGE, DS,
+                        JOINT,
+                    )),
+                ], [4, 1], [240, 24])  # fmt: skip
             else:
                 gl.warp_specialize([
-                                (_warpgroup, (
-                                    q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                                    colscale, limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
-                                    scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
-                                    first_limit, tile0, nt, 0, BN, ST, KC, TC, DS,
-                                )),
-                                (_warpgroup, (
-                                    q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                                    colscale, limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
-                                    scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
-                                    first_limit, tile0, nt, 1, BN, ST, KC, TC, DS,
-                                )),
-                                (_load_ckv, (ckv_desc, pages, tile0, nt, ckv, ckv_full, ckv_empty, ST, PAGE)),
-                                (_load_kpe, (kpe_desc, pages, tile0, nt, kpe, kpe_full, p_ready, PAGE, 256, 32)),
-                            ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
+                        first_limit, tile0, nt, 0, BN, ST, KC, TC, DS, JOINT,
+                    )),
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
+                        first_limit, tile0, nt, 1, BN, ST, KC, TC, DS, JOINT,
+                    )),
+                    (_load_tiles, (
+                        ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, ckv_full, ckv_empty, ST, PAGE, DS,
+                        JOINT,
+                    )),
+                    (_load_kpe, (kpe_desc, kv_indices, kv_start, tile0, nt, kpe, kpe_full, p_ready, PAGE)),
+                ], [4, 1, 1], [240, 24, 24])  # fmt: skip
         else:
             _store_empty(
                 out, lse, partial_o, partial_lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h, num_heads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from uncast.attention.problem import Problem, ProblemSpec
 from uncast.kernels.combine import launch_combine
 from uncast.kernels.launch import Call, Scratch
-from uncast.kernels.schedule import SplitPlan, plan_splits
+from uncast.kernels.schedule import MIN_CHUNK, SplitPlan, item_overhead, plan_splits
 from uncast.kernels.wgmma_decode import wgmma_decode_kernel
 
 ARCH = 90
@@ -19,7 +19,7 @@ PAGE_SIZES = (64, 128)
 LAYOUTS = ("fp8_e4m3", "fp8_ds_mla")
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 LOG2E = 1.4426950408889634
-STAGES = {"fp8_e4m3": {16: 6, 32: 5, 64: 4}, "fp8_ds_mla": {16: 5, 32: 5, 64: 3}}
+STAGES = {"fp8_e4m3": {16: 5, 32: 5, 64: 4}, "fp8_ds_mla": {16: 4, 32: 4, 64: 3}}
 """Tiles in the ring per layout and block of query rows: as many as fit 227 KB of shared memory."""
 
 
@@ -38,6 +38,30 @@ def supports(spec: ProblemSpec) -> str | None:
     if spec.kv_layout == "fp8_ds_mla" and spec.q_data_type != torch.bfloat16:
         return "the Hopper kernel takes only bfloat16 queries for fp8_ds_mla: use the portable kernel"
     return None
+
+
+def constexprs(layout: str, rows: int, page_size: int, bucket: int) -> dict[str, object]:
+    """Compile-time arguments of the kernel for `rows` query rows a CTA (a key of `STAGES[layout]`), a page size and a batch
+    bucket of `schedule`."""
+    scaled = layout == "fp8_ds_mla"
+    wide = rows == 16 and not scaled  # few accumulators: longer steps between waits
+    return {
+        "BN": rows,
+        "ST": STAGES[layout][rows],
+        "KC": 64 if wide else 32,
+        "TC": 32 if wide else 16,
+        "PAGE": page_size,
+        "BATCH": bucket,
+        "OVERHEAD": item_overhead(rows),
+        "MIN_CHUNK": min_chunk(rows),
+        "DS": scaled,
+        "JOINT": scaled or rows < 64,
+    }
+
+
+def min_chunk(rows: int) -> int:
+    """Fewest tiles of a split: with 64 query rows a tile's own chain outweighs what a second tile would share."""
+    return 1 if rows == 64 else MIN_CHUNK
 
 
 def block_rows(rows: int) -> int:
@@ -62,18 +86,18 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
         ScheduleError: batch beyond the scheduler's bound.
     """
     spec = problem.spec
+    rows = block_rows(spec.num_heads * (1 if spec.batch_invariant else spec.max_q_len))
     splits = plan_splits(
         batch=problem.batch_size,
         total_q=problem.total_q,
         num_heads=spec.num_heads,
-        block_rows=block_rows(spec.max_q_len * spec.num_heads),
+        block_rows=rows,
         max_kv_len=problem.max_kv_len,
         max_q_len=spec.max_q_len,
         num_ctas=num_sms,
         batch_invariant=spec.batch_invariant,
+        min_chunk=min_chunk(rows),
     )
-    if problem.batch_size == 1:
-        splits = replace(splits, batch_bucket=1)  # the schedule of one request is scalar arithmetic
     return WgmmaPlan(problem, splits, num_sms, Scratch.allocate(splits, problem.kv_len_arr.device, torch.float16))
 
 
@@ -132,18 +156,8 @@ def launch(plan: WgmmaPlan, call: Call) -> None:
         int(spec.batch_invariant),
         call.lse_mode,
         call.scale_flags if external else 0,
-        BN=splits.block_rows,
-        ST=STAGES[spec.kv_layout][splits.block_rows],
-        KC=32,
-        TC=16,
-        PAGE=spec.page_size,
-        BATCH=splits.batch_bucket,
-        OVERHEAD=splits.overhead,
-        DS=spec.kv_layout == "fp8_ds_mla",
+        **constexprs(spec.kv_layout, splits.block_rows, spec.page_size, splits.batch_bucket),
         num_warps=4,
         launch_pdl=True,
     )
     launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external)
-
-
-__all__ = ["LAYOUTS", "PAGE_SIZES", "WgmmaPlan", "block_rows", "launch", "make_plan", "supports"]
