@@ -16,14 +16,14 @@ from tests.live_memory import LiveMemory
 from tests.models import test_config as configs
 from tests.models.helpers import Chunk, ragged_step, relative
 from uncast.attention import MLAPagedAttention
+from uncast.attention.crossover import ExtendChunk, may_prefer_unabsorbed, operations, prefers_unabsorbed
 from uncast.checkpoints.load import load_model
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
 from uncast.latent.reader import BLOCK_ROWS, RowReader
-from uncast.models import unabsorbed
 from uncast.models.config import ModelConfig
 from uncast.models.decoder import MLADecoder
-from uncast.models.unabsorbed import attend_unabsorbed, goes_unabsorbed, operations, split_prefill
+from uncast.models.unabsorbed import attend_unabsorbed, goes_unabsorbed, head_dims, split_prefill
 
 pytestmark = pytest.mark.filterwarnings("ignore::uncast.attention.ClaimedCapabilityWarning")
 
@@ -129,7 +129,7 @@ class Case:
         return torch.einsum("qhr,hvr->qhv", latent, self.weights.w_uv)
 
     def unabsorbed(self) -> torch.Tensor:
-        chunk = unabsorbed.Chunk(0, len(self.q_nope), self.kv_len, self.pages)
+        chunk = ExtendChunk(0, len(self.q_nope), self.kv_len, self.pages)
         reader = RowReader(self.layout, self.page_size)
         return attend_unabsorbed(
             self.q_nope, self.q_pe, self.cache, chunk, reader, self.weights.w_uk, self.weights.w_uv,
@@ -172,7 +172,7 @@ GLM, LITE = ModelConfig.from_hf(configs.GLM_FLASH), ModelConfig.from_hf(configs.
 
 def test_the_cost_of_a_chunk() -> None:
     """By hand: V2-Lite, 2 queries at the end of 3 rows see 2 + 3 = 5 rows."""
-    assert operations(LITE, 2, 3) == (16 * (5 * 1088 + 2 * 512 * 256), 16 * (5 * 320 + 3 * 512 * 256))
+    assert operations(head_dims(LITE), 2, 3) == (16 * (5 * 1088 + 2 * 512 * 256), 16 * (5 * 320 + 3 * 512 * 256))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,29 @@ def test_auto_goes_where_it_is_cheaper(config: ModelConfig, q_len: int, kv_len: 
     assert goes_unabsorbed(config, "unabsorbed", q_len, kv_len) is (q_len > 1)
     assert not goes_unabsorbed(config, "unabsorbed", kv_len + 1, kv_len), (
         "queries that see nothing stay with the backend"
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bounds_that_say_no_hide_no_chunk(device: str) -> None:
+    """What saves a GPU the look at its lengths: no chunk within bounds that were refused is preferred."""
+    for dims in (head_dims(GLM), head_dims(LITE)):
+        for max_q_len in (2, 64, 300, 500, 2000):
+            for max_kv_len in (64, 1000, 40000):
+                if may_prefer_unabsorbed(dims, max_q_len, max_kv_len, device):
+                    continue
+                for q_len in range(2, max_q_len + 1, 7):
+                    for kv_len in (q_len, (q_len + max_kv_len) // 2, max_kv_len):
+                        assert kv_len < q_len or not prefers_unabsorbed(dims, q_len, kv_len, device)
+
+
+def test_a_gpu_goes_unabsorbed_for_long_chunks_only() -> None:
+    """4,096 queries on 32k rows of GLM are 13 ms of products less; 256 are more products; 64 with no prefix are launches."""
+    glm = replace(head_dims(GLM), num_heads=64)
+    assert prefers_unabsorbed(glm, 4096, 36864, "cuda")
+    assert not prefers_unabsorbed(glm, 256, 33024, "cuda")
+    assert not prefers_unabsorbed(head_dims(LITE), 64, 64, "cuda") and prefers_unabsorbed(
+        head_dims(LITE), 64, 64, "cpu"
     )
 
 

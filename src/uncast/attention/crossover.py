@@ -11,6 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+
+@dataclass(frozen=True)
+class ExtendChunk:
+    """One request's part of a step that goes un-absorbed: its query rows first..last are the last of its `kv_len` cached rows,
+    which lie on `pages` (int32 or int64, in order, on the cache's device)."""
+
+    first: int
+    last: int
+    kv_len: int
+    pages: torch.Tensor
+
 
 @dataclass(frozen=True)
 class HeadDims:
@@ -52,3 +65,12 @@ def prefers_unabsorbed(dims: HeadDims, q_len: int, kv_len: int, device: str) -> 
     absorbed, unabsorbed = operations(dims, q_len, kv_len)
     crossover = CROSSOVERS[device]
     return absorbed >= crossover.min_gain * unabsorbed + crossover.overhead
+
+
+def may_prefer_unabsorbed(dims: HeadDims, max_q_len: int, max_kv_len: int, device: str) -> bool:
+    """Whether any chunk within these bounds could be un-absorbed: says no without a look at lengths that a device holds.
+
+    The gain grows with q_len and is linear in kv_len, so the ends decide.
+    """
+    ends = (max_q_len, max(max_q_len, max_kv_len))
+    return any(prefers_unabsorbed(dims, max_q_len, kv_len, device) for kv_len in ends)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from uncast.attention.crossover import ExtendChunk
 from uncast.attention.problem import ProblemError
 from uncast.backends import flash_libraries as libraries
 from uncast.kernels import up_launch
@@ -37,16 +38,6 @@ MAX_QUERIES = 16384
 """Longer requests go in pieces of so many queries, each with the rows before it as prefix."""
 QUERY_TILE = 128
 """Queries of one CTA of a library's kernel, for sizing a group of heads."""
-
-
-@dataclass(frozen=True)
-class ExtendChunk:
-    """One request: its query rows first..last are the last ones of `kv_len` cached rows on `pages` (int32, on the device)."""
-
-    first: int
-    last: int
-    kv_len: int
-    pages: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from uncast.latent.codec import Scale
 from uncast.models.config import ModelConfig
 from uncast.models.layers import MLP, MoE, rms_norm
 from uncast.models.rope import Rope
-from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, attend_unabsorbed, split_prefill
+from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, attend_chunks, split_prefill
 
 
 @dataclass
@@ -186,12 +186,10 @@ def _by_chunk(
     if split.rest is not None:
         rest = split.rows
         values[rest] = _absorbed(weights, q_nope[rest], q_pe[rest], cache, split.rest, scales)
-    for chunk in split.chunks:
-        rows = slice(chunk.first, chunk.last)
-        values[rows] = attend_unabsorbed(
-            q_nope[rows], q_pe[rows], cache, chunk, split.reader, weights.w_uk, weights.w_uv,
-            sm_scale=config.sm_scale, ckv_scale=scales[0], kpe_scale=scales[1],
-        )  # fmt: skip
+    attend_chunks(
+        q_nope, q_pe, cache, split, weights.w_uk, weights.w_uv, values,
+        sm_scale=config.sm_scale, ckv_scale=scales[0], kpe_scale=scales[1],
+    )  # fmt: skip
     return values
 
 

@@ -1,15 +1,11 @@
-"""Un-absorbed prefill on a CPU: keys and values of every head, up-projected from the stored rows block by block.
+"""Un-absorbed prefill: which chunks go there, and how on a CPU; a GPU's is `uncast.backends.native_extend`.
 
-    absorbed     s = (q_nope W_UK) c + q_pe k_pe          out = W_UV (sum p c)            2 H (2 R + dr) a pair
-    un-absorbed  s = q_nope (W_UK c) + q_pe k_pe          out = sum p (W_UV c)            2 H (dn + dr + dv) a pair
-
-The same numbers in another order. Un-absorbed saves on every (query, row) pair and pays 2 H R (dn + dv) for each *row*, where
-absorbed pays as much for each *query*: it wins while the cached part is not much longer than the chunk, or always if dn + dv is
-small. The pool is read as it is stored, one block of rows in a bounded scratch as operand of the up-projection; of keys and
-values only one block exists.
+Keys and values of every head are up-projected from the stored rows block by block; `uncast.attention.crossover` has the
+formulas, the operations and the choice. The pool is read as it is stored, one block of rows in a bounded scratch as operand of
+the up-projection; of keys and values only one block exists.
 
 Time absorbed / time un-absorbed on one x86 core (fp8_ds_mla, float32, page size 64, projections included; in brackets the ratio
-of operations that `auto` decides by; from MIN_GAIN on it goes un-absorbed):
+of operations that `auto` decides by; from 1.15 on it goes un-absorbed):
 
 | queries, rows          | 64, 64      | 256, 256    | 64, 256     | 256, 512    | 256, 4096   | 512, 4096   |
 |------------------------|-------------|-------------|-------------|-------------|-------------|-------------|
@@ -22,33 +18,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from uncast.attention import MLAPagedAttention, Problem
+from uncast.attention import MLAPagedAttention, Problem, ProblemSpec
+from uncast.attention.crossover import ExtendChunk, HeadDims, may_prefer_unabsorbed, prefers_unabsorbed
 from uncast.latent.codec import Scale
+from uncast.latent.layouts import RowLayout
 from uncast.latent.reader import RowReader
 from uncast.models.config import ModelConfig
 
 PREFILL_MODES = ("auto", "absorbed", "unabsorbed")
-MIN_GAIN = 1.15
-"""`auto` goes un-absorbed from this ratio of operations on: below it, smaller matrix products may cost what is saved."""
-
 QUERY_ROWS = 2048
 """Query rows (heads x queries) whose scores over one block are held at once."""
 
-_CPU_BACKENDS = ("torch_cpu",)
-"""Backends that read rows as stored on the CPU. With any other one (a baseline, a GPU kernel) every chunk is that backend's."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One request's part of a step that goes un-absorbed: its query rows first..last, its cached rows and their pages."""
-
-    first: int
-    last: int
-    kv_len: int
-    pages: torch.Tensor
+_CPU_BACKENDS, _GPU_BACKENDS = ("torch_cpu",), ("native",)
+"""Backends that read rows as stored. With any other one (a baseline, a peer) every chunk is that backend's."""
 
 
 @dataclass(frozen=True)
@@ -59,74 +45,84 @@ class PrefillSplit:
         chunks: those that do.
         rows: int64 [n], the query rows of the others, in order.
         rest: planned for `rows`; None if there are none.
-        reader: scratch of one block of rows.
+        layout: of the cache's rows.
+        reader: scratch of one block of rows on a CPU; None on a GPU.
     """
 
-    chunks: list[Chunk]
+    chunks: list[ExtendChunk]
     rows: torch.Tensor
     rest: MLAPagedAttention | None
-    reader: RowReader
+    layout: RowLayout
+    reader: RowReader | None
 
 
-def operations(config: ModelConfig, q_len: int, kv_len: int) -> tuple[int, int]:
-    """Multiply-adds of a causal chunk, absorbed and un-absorbed: `q_len` queries at the end of `kv_len` rows, one layer."""
-    heads, rank = config.num_heads, config.kv_lora_rank
-    nope, rope, v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    pairs = q_len * kv_len - q_len * (q_len - 1) // 2
-    projection = rank * (nope + v)
-    return (
-        heads * (pairs * (2 * rank + rope) + q_len * projection),
-        heads * (pairs * (nope + rope + v) + kv_len * projection),
+def head_dims(config: ModelConfig) -> HeadDims:
+    return HeadDims(
+        config.num_heads, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     )
 
 
-def goes_unabsorbed(config: ModelConfig, mode: str, q_len: int, kv_len: int) -> bool:
-    """The choice for one chunk; it depends on nothing but the model and the chunk's own lengths."""
+def goes_unabsorbed(config: ModelConfig, mode: str, q_len: int, kv_len: int, device: str = "cpu") -> bool:
+    """The choice for one chunk; it depends on nothing but the model, the device and the chunk's own lengths."""
     if mode == "absorbed" or not 1 < q_len <= kv_len:
         return False
-    absorbed, unabsorbed = operations(config, q_len, kv_len)
-    return mode == "unabsorbed" or absorbed >= MIN_GAIN * unabsorbed
+    return mode == "unabsorbed" or prefers_unabsorbed(head_dims(config), q_len, kv_len, device)
 
 
 def split_prefill(config: ModelConfig, mode: str, attention: MLAPagedAttention) -> PrefillSplit | None:
-    """Splits a planned step; None if every request is absorbed."""
+    """Splits a planned step; None if every request is absorbed.
+
+    On a GPU lengths come to the host (one sync a step), but only where the bounds known there allow an un-absorbed chunk.
+    """
     plan = attention.last_plan
-    if mode == "absorbed" or plan is None or plan.backend not in _CPU_BACKENDS:
+    if mode == "absorbed" or plan is None:
         return None
     problem, spec = plan.problem, plan.problem.spec
-    if spec.max_q_len == 1 or spec.batch_invariant or not spec.causal:
+    if spec.max_q_len == 1 or spec.batch_invariant or not spec.causal or not _can(config, plan.backend, spec):
+        return None
+    if mode == "auto" and not may_prefer_unabsorbed(head_dims(config), spec.max_q_len, problem.max_kv_len, spec.device):
         return None
     ends, starts, lens = problem.qo_indptr.tolist(), problem.kv_indptr.tolist(), problem.kv_len_arr.tolist()
     chunks, rest = [], []
     for request, kv_len in enumerate(lens):
         first, last = ends[request], ends[request + 1]
-        if goes_unabsorbed(config, mode, last - first, kv_len):
-            live = -(-kv_len // spec.page_size)
-            chunks.append(Chunk(first, last, kv_len, problem.kv_indices[starts[request] :][:live]))
+        if goes_unabsorbed(config, mode, last - first, kv_len, spec.device):
+            pages = problem.kv_indices[starts[request] :][: -(-kv_len // spec.page_size)]
+            chunks.append(ExtendChunk(first, last, kv_len, pages))
         else:
-            rest.append(request)
+            rest.append(ExtendChunk(first, last, kv_len, problem.kv_indices[starts[request] :]))
     if not chunks:
         return None
-    rows = [row for request in rest for row in range(ends[request], ends[request + 1])]
-    planned = _plan_rest(plan.backend, problem, rest) if rows else None
-    return PrefillSplit(chunks, torch.tensor(rows), planned, RowReader(spec.layout, spec.page_size))
+    rows = torch.tensor(
+        [row for c in rest for row in range(c.first, c.last)], dtype=torch.int64, device=problem.qo_indptr.device
+    )
+    planned = _plan_rest(plan.backend, problem, rest) if rows.shape[0] else None
+    reader = RowReader(spec.layout, spec.page_size) if spec.device == "cpu" else None
+    return PrefillSplit(chunks, rows, planned, spec.layout, reader)
 
 
-def _plan_rest(backend: str, problem: Problem, requests: list[int]) -> MLAPagedAttention:
-    spec, index = problem.spec, torch.tensor(requests)
-    q_lens = problem.qo_indptr.diff()[index]
-    kv_lens = problem.kv_len_arr[index]
-    starts = problem.kv_indptr.tolist()
-    pages = [
-        problem.kv_indices[starts[r] :][: -(-n // spec.page_size)]
-        for r, n in zip(requests, kv_lens.tolist(), strict=True)
-    ]
+def _can(config: ModelConfig, backend: str, spec: ProblemSpec) -> bool:
+    """Whether `backend`'s device has an un-absorbed path for this model and cache."""
+    if backend in _CPU_BACKENDS:
+        return True
+    if backend not in _GPU_BACKENDS:
+        return False
+    from uncast.backends.native_extend import unabsorbed_refusal  # needs Triton
+
+    widths = (config.qk_nope_head_dim, config.v_head_dim)
+    return unabsorbed_refusal(spec.layout, spec.arch, spec.q_data_type, spec.q_data_type, *widths) is None
+
+
+def _plan_rest(backend: str, problem: Problem, requests: list[ExtendChunk]) -> MLAPagedAttention:
+    spec, device = problem.spec, problem.qo_indptr.device
+    pages = [r.pages[: -(-r.kv_len // spec.page_size)] for r in requests]
+    q_lens, kv_lens = [r.last - r.first for r in requests], [r.kv_len for r in requests]
     attention = MLAPagedAttention(backend)
     attention.plan(
-        _indptr(q_lens),
-        _indptr(torch.tensor([len(p) for p in pages])),
+        _indptr(q_lens).to(device),
+        _indptr([p.shape[0] for p in pages]).to(device),
         torch.cat(pages),
-        kv_lens,
+        torch.tensor(kv_lens, dtype=torch.int32, device=device),
         num_heads=spec.num_heads,
         head_dim_ckv=spec.head_dim_ckv,
         head_dim_kpe=spec.head_dim_kpe,
@@ -135,20 +131,53 @@ def _plan_rest(backend: str, problem: Problem, requests: list[int]) -> MLAPagedA
         sm_scale=spec.sm_scale,
         q_data_type=spec.q_data_type,
         kv_layout=spec.kv_layout,
+        max_q_len=max(1, *q_lens),
+        max_kv_len=max(kv_lens),
+        total_q=sum(q_lens),
         num_pages=problem.num_pages,
     )
     return attention
 
 
-def _indptr(lengths: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+def _indptr(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def attend_chunks(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    cache: torch.Tensor,
+    split: PrefillSplit,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    sm_scale: float,
+    ckv_scale: Scale,
+    kpe_scale: Scale,
+) -> None:
+    """Values of the split's chunks into their rows of out [n, heads, v]; the other arguments as in `attend_unabsorbed`."""
+    if split.reader is None:
+        from uncast.backends.native_extend import unabsorbed_extend  # needs Triton
+
+        unabsorbed_extend(
+            q_nope, q_pe, cache, split.chunks, w_uk, w_uv,
+            layout=split.layout, sm_scale=sm_scale, ckv_scale=ckv_scale, kpe_scale=kpe_scale, out=out,
+        )  # fmt: skip
+        return
+    for chunk in split.chunks:
+        rows = slice(chunk.first, chunk.last)
+        out[rows] = attend_unabsorbed(
+            q_nope[rows], q_pe[rows], cache, chunk, split.reader, w_uk, w_uv,
+            sm_scale=sm_scale, ckv_scale=ckv_scale, kpe_scale=kpe_scale,
+        )  # fmt: skip
 
 
 def attend_unabsorbed(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     cache: torch.Tensor,
-    chunk: Chunk,
+    chunk: ExtendChunk,
     reader: RowReader,
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
@@ -157,7 +186,7 @@ def attend_unabsorbed(
     ckv_scale: Scale,
     kpe_scale: Scale,
 ) -> torch.Tensor:
-    """Causal attention of one chunk over its stored rows.
+    """Causal attention of one chunk over its stored rows, on a CPU.
 
     Args:
         q_nope: [n, heads, nope], not absorbed; q_pe: [n, heads, rope], rotated.
