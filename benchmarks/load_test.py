@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-size", type=int, default=16, help="rows per page (default: 16)")
     parser.add_argument("--distinct", type=int, default=96, help="different requests (default: 96)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests and the clients (default: 0)")
+    parser.add_argument("--note", default="", help="kept in the record, e.g. what else the machine was doing")
     parser.add_argument("--out", type=Path, help="write the record to this JSON file")
     return parser
 
@@ -175,7 +176,7 @@ def summarise(
         "device": device_name(),
         "versions": versions(),
         **{name: getattr(args, name) for name in (
-            "model", "over", "minutes", "streams", "leave", "pool_tokens", "page_size", "distinct", "seed"
+            "model", "over", "minutes", "streams", "leave", "pool_tokens", "page_size", "distinct", "seed", "note"
         )},
         "completed": record.completed,
         "left": record.left,
