@@ -31,19 +31,21 @@ def bandwidth(bytes_moved: float, us: float) -> float:
     return bytes_moved / us / 1e3 if us > 0 else 0.0
 
 
-def floor_us(bytes_needed: float, gb_per_s: float) -> float:
-    """Microseconds of one call that moves `bytes_needed` at a bandwidth, a kernel's least time at least."""
-    return max(MIN_KERNEL_US, bytes_needed / gb_per_s / 1e3 if gb_per_s > 0 else 0.0)
-
-
 def predict(
-    step_us: float, exposed_us: float, calls: float, bytes_needed_per_call: float, gb_per_s: float
+    step_us: float,
+    exposed_us: float,
+    calls: float,
+    bytes_needed_per_call: float,
+    gb_per_s: float,
+    least: float | None = None,
 ) -> tuple[float, float]:
     """(low, high) microseconds of a step without a movement.
 
-    Low: its exposed time is gone. High: each call still moves the bytes that are needed, at the bandwidth it reached. A call
-    never gets dearer than it was.
+    Low: its exposed time is gone. High: each call still moves the bytes that are needed at the bandwidth it reached, in a
+    kernel of its own (`least` microseconds, by default `MIN_KERNEL_US`). A call never gets dearer than it was.
     """
     low = max(0.0, step_us - exposed_us)
-    kept = min(exposed_us, calls * floor_us(bytes_needed_per_call, gb_per_s)) if bytes_needed_per_call > 0 else 0.0
-    return low, low + kept
+    if bytes_needed_per_call <= 0:
+        return low, low
+    each = bytes_needed_per_call / gb_per_s / 1e3 if gb_per_s > 0 else 0.0
+    return low, low + min(exposed_us, calls * max(MIN_KERNEL_US if least is None else least, each))

@@ -11,12 +11,14 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from uncast.doctor.trace import Launches, Ops, Spans, Trace
 
 _FRAME = re.compile(r"^(?P<file>.*\.py)\((?P<line>\d+)\): (?P<function>.*)$", re.DOTALL)
 _LIBRARIES = ("torch/", "triton/", "threading.py", "contextlib.py", "concurrent/", "importlib/")
+_WRAPPERS = ("vllm/compilation/", "sglang/srt/utils/kernel_shape_profiler.py", "sglang/srt/compilation/")
+"""Files that call every model's code; named only where nothing nearer is known."""
 _ROOTS = ("/site-packages/", "/dist-packages/", "/python/")
 
 
@@ -27,7 +29,7 @@ class Source:
     file: str
     line: int
     function: str
-    module: str = ""
+    module: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.file}({self.line}): {self.function}"
@@ -143,6 +145,7 @@ def enclosing(spans: Spans, points: Sequence[tuple[int, float]]) -> list[list[in
 def deepest(frames: Iterable[str]) -> Source | None:
     """The last of `frames` (outermost first) that is a file of its own program, with the last module around it."""
     found: Source | None = None
+    wrapper: Source | None = None
     module = ""
     for name in frames:
         if name.startswith("nn.Module: "):
@@ -154,8 +157,12 @@ def deepest(frames: Iterable[str]) -> Source | None:
         file = _shorten(match["file"])
         if file.startswith(_LIBRARIES) or "torchinductor" in file or file.startswith("<"):
             continue
-        found = Source(file, int(match["line"][:9]), match["function"], module)
-    return found
+        source = Source(file, int(match["line"][:9]), match["function"], module)
+        if file.startswith(_WRAPPERS):
+            wrapper = source
+        else:
+            found = source
+    return found or wrapper
 
 
 def _shorten(file: str) -> str:

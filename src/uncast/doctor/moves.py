@@ -132,12 +132,12 @@ def _integers(values: Any) -> tuple[int, ...] | None:
 
 def _from_arguments(named: Named, op: str, signature: Signature) -> Move | None:
     if named.kind == "cat" or op == "aten::cat":
-        return _cat(signature)
+        return _cat(signature, named.width)
     tensors = _tensors(signature)
     if not tensors:
         return None
     if named.kind == "index":
-        return _index(tensors)
+        return _index(op, tensors)
     if named.kind == "triton_pad":
         big = max(tensors, key=lambda t: t.numel)
         return Move("pad", big.dtype, big.dtype, big.shape, sum(t.bytes for t in tensors))
@@ -160,18 +160,21 @@ def _pair(dst: Tensor, src: Tensor) -> Move:
     return Move(kind, src.dtype, dst.dtype, dst.shape, moved)
 
 
-def _cat(signature: Signature) -> Move | None:
+def _cat(signature: Signature, width: int | None) -> Move | None:
     parts = signature.dims[0] if signature.dims and isinstance(signature.dims[0], list) else []
     shapes = [s for p in parts if (s := _integers(p))]
     if not shapes:
         return None
     numel = sum(math.prod(s) for s in shapes)
-    named = short_name(signature.types[0]) if signature.types and isinstance(signature.types[0], str) else None
-    return Move("cat", named, named, (numel,), 2 * numel * size_of(named) if named else None, certain=named is not None)
+    return Move("cat", None, None, (numel,), 2 * numel * width if width else None)
 
 
-def _index(tensors: Sequence[Tensor]) -> Move | None:
+def _index(op: str, tensors: Sequence[Tensor]) -> Move | None:
     source = tensors[0]
+    if op == "aten::gather":
+        picked = next((t for t in tensors[1:] if t.dtype == "int64"), None)
+        moved = 2 * picked.numel * size_of(source.dtype) if picked else None
+        return Move("index", source.dtype, source.dtype, picked.shape, moved) if picked else None
     rows = next((t.numel for t in tensors[1:] if t.dtype in ("int64", "int32")), None)
     if rows is None or len(source.shape) < 1:
         return None

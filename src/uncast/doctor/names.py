@@ -18,7 +18,7 @@ _COPY = ("direct_copy_kernel_cuda", "float16_copy_kernel_cuda", "bfloat16_copy_k
 COLLECTIVE = re.compile(
     r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|cross_device", re.I
 )
-_ATTENTION = re.compile(
+ATTENTION = re.compile(
     r"flash_?(fwd|attn|mla)|fmha|paged_attention|unified_attention|attention_\dd|mla_(decode|attn)|batch(decode|prefill|mla)"
     r"|fwd_(grouped_)?kernel_stage|decode_att|(mma|wgmma)_decode|splitkv|scaled_dot_product|_attn_fwd|mha_fwd|attn_kernel",
     re.I,
@@ -31,6 +31,7 @@ _PAIR = re.compile(r"converting_copy_kernel_cuda<\s*([\w:]+)\s*,\s*([\w:]+)\s*>"
 _TRITON_MOVE = re.compile(
     r"^triton_poi_fused_(_to_copy|clone|copy|contiguous)(_(_to_copy|clone|copy|view|t|expand|slice|permute))*_\d+$"
 )
+_OPAQUE = re.compile(r"OpaqueType<(\d{1,2})u?>")
 _UNROLLED = re.compile(r"unrolled_elementwise_kernel<")
 _ELEMENTWISE = re.compile(r"(?<![a-z_])elementwise_kernel(?:_manual_unroll)?<\s*(\d+)\s*,\s*(\d+)")
 _VECTORIZED = re.compile(r"vectorized_elementwise_kernel<\s*(\d+)")
@@ -41,13 +42,14 @@ _ROCM_CAST = re.compile(r"(?<![a-z_])elementwise_kernel<\s*512\s*,\s*1\b")
 class Named:
     """`kind`: copy, triton_move (generated, only moves), triton_pad, cat, index, attention, attention_tail, gemm, collective,
     memcpy_DtoD (DtoH, HtoD), memset or other. For copies: the dtypes the name gives (None where it is silent), whether they
-    differ for certain, and whether it is the kernel for strided operands."""
+    differ for certain, and whether it is the kernel for strided operands. For cat: bytes of an element."""
 
     kind: str
     dtype_from: str | None = None
     dtype_to: str | None = None
     converts: bool = False
     strided: bool = False
+    width: int | None = None
 
 
 @lru_cache(maxsize=65536)
@@ -65,10 +67,11 @@ def parse_name(name: str) -> Named:
     if name.startswith("triton_") and "constant_pad_nd" in name:
         return Named("triton_pad")
     if "CatArrayBatchedCopy" in name:
-        return Named("cat")
+        width = _OPAQUE.search(name)
+        return Named("cat", width=int(width[1]) if width else None)
     if COLLECTIVE.search(name):
         return Named("collective")
-    if _ATTENTION.search(name):
+    if ATTENTION.search(name):
         return Named("attention_tail" if _ATTENTION_TAIL.search(name) else "attention")
     if _GEMM.search(name):
         return Named("gemm")

@@ -73,6 +73,7 @@ class Scene:
     groups: list[Group] = field(default_factory=list)
     weights: set[tuple[int, ...]] = field(default_factory=set)
     rows: set[int] = field(default_factory=set)
+    sync_calls: list[int] = field(default_factory=list)
 
     @property
     def analysed(self) -> list[Step]:
