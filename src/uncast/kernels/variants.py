@@ -1,0 +1,274 @@
+"""The named kernel variants, compiled without a GPU for every chip they claim.
+
+    python -m uncast.kernels.variants                                    # compile all, print the table
+    python -m uncast.kernels.variants --report docs/kernel-variants.md   # and write it
+    python -m uncast.kernels.variants --only mma_fp8_ds_mla --chips 86,90
+
+A variant fails when ptxas serialises its wgmma (warning C7512), spills beyond `MAX_SPILL_BYTES`, or needs more shared memory
+or registers than the chip has. Compiling takes Triton's own assembler and no driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from uncast.attention.problem import ProblemSpec
+from uncast.kernels import combine, mma_launch, wgmma_launch
+from uncast.kernels.cache_write import cache_write_kernel
+from uncast.kernels.mma_decode import mma_decode_kernel
+from uncast.kernels.schedule import BATCH_BUCKETS
+from uncast.kernels.unpack import NATIVE_ARCH
+from uncast.kernels.wgmma_decode import wgmma_decode_kernel
+from uncast.latent.layouts import LAYOUT_NAMES, row_layout
+
+CHIPS = (80, 86, 89, 90, 100, 120)
+MAX_REGISTERS = 255
+MAX_SPILL_BYTES = 512
+"""Of one thread. The largest known one is 364 B (wgmma, fp8_ds_mla, 64 rows); the portable kernels stay below 150 B."""
+SERIALISED_WGMMA = "C7512"
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with fixed compile-time arguments; `types`: Triton types of its run-time arguments by name."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constexprs: dict[str, object]
+    chips: tuple[int, ...]
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the assembler said of a variant on one chip; sizes in bytes, `shared` per CTA."""
+
+    variant: str
+    chip: int
+    registers: int
+    spill: int
+    shared: int
+    limit: int
+    seconds: float
+    problems: tuple[str, ...] = field(default=())
+
+
+_INT_POINTERS = {"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "sched", "cache_words"}
+_FLOATS = {"sm_scale", "sm_scale_log2", "ckv_scale", "kpe_scale", "out_scale"}
+_FLOAT_POINTERS = {
+    "lse",
+    "partial_o",
+    "partial_lse",
+    "ckv_scale_ptr",
+    "kpe_scale_ptr",
+    "out_scale_ptr",
+    "scale_base",
+    "words_ptr",
+}
+
+
+def _types(kernel: Any, constexprs: dict[str, object], **given: str) -> dict[str, str]:
+    """Types of the run-time arguments of `kernel`: `given`, else by the names that all kernels share, else int32."""
+    known = (
+        dict.fromkeys(_INT_POINTERS, "*i32") | dict.fromkeys(_FLOATS, "fp32") | dict.fromkeys(_FLOAT_POINTERS, "*fp32")
+    )
+    known |= given
+    return {n: known.get(n, "i32") for n in kernel.arg_names if n not in constexprs and n != "num_warps"}
+
+
+def _mma_variants() -> Iterator[Variant]:
+    for layout in mma_launch.LAYOUTS:
+        narrow, rope = ("*bf16" if layout == "bf16" else "*i16"), ("*i16" if layout == "fp8_e4m3" else "*bf16")
+        for dtype in mma_launch.QUERY_DTYPES:
+            chips: dict[mma_launch.MmaConfig, list[int]] = {}
+            for rows in (8, 16, 32):
+                for chip in CHIPS:
+                    spec = ProblemSpec(num_heads=rows, kv_layout=layout, q_data_type=dtype, arch=chip)
+                    claimed = chips.setdefault(mma_launch.choose_config(spec), [])
+                    if chip not in claimed:
+                        claimed.append(chip)
+            q = "*" + _SHORT[dtype]
+            for config, where in chips.items():
+                for bucket in BATCH_BUCKETS if dtype == torch.bfloat16 and config.block_rows == 16 else (32,):
+                    for native in sorted({chip >= NATIVE_ARCH for chip in where}):
+                        part = tuple(c for c in where if (c >= NATIVE_ARCH) == native)
+                        args = mma_launch.constexprs(layout, dtype, part[0], config, bucket)
+                        types = _types(mma_decode_kernel, args, q_nope=q, q_pe=q, out=q, ckv_base=narrow, kpe_base=rope)
+                        shape = f"rows{config.block_rows}_{config.step}x{config.stages}_batch{bucket}"
+                        name = f"mma_{layout}_{_SHORT[dtype]}_{shape}{'' if native else '_integer'}"
+                        yield Variant(name, mma_decode_kernel, types, args, part)
+
+
+def _wgmma_variants() -> Iterator[Variant]:
+    for layout in wgmma_launch.LAYOUTS:
+        for rows in wgmma_launch.STAGES[layout]:
+            ds = layout == "fp8_ds_mla"
+            for page, bucket, dtype in ((64, 32, "bf16"), (128, 1, "bf16"), (64, 256, "bf16" if ds else "fp16")):
+                args = wgmma_launch.constexprs(layout, rows, page, bucket)
+                ckv, kpe = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128 if ds else 64, 16, 2)
+                types = _types(
+                    wgmma_decode_kernel, args, q_nope=f"*{dtype}", q_pe=f"*{dtype}", out=f"*{dtype}", partial_o="*fp16",
+                    cache_words="*fp32", ckv_desc=f"tensordesc<i16[64,256],{ckv!r}>",
+                    kpe_desc=f"tensordesc<i16[64,{64 if ds else 32}],{kpe!r}>",
+                )  # fmt: skip
+                name = f"wgmma_{layout}_{dtype}_rows{rows}_page{page}_batch{bucket}"
+                yield Variant(name, wgmma_decode_kernel, types, args, (90,))
+
+
+def _combine_variants() -> Iterator[Variant]:
+    for pdl, chips in ((False, (80, 86, 89)), (True, (90, 100, 120))):
+        for rows, warps, dtype, part in ((8, 1, "bf16", "fp32"), (16, 4, "fp16", "fp32"), (64, 16, "bf16", "fp16")):
+            args: dict[str, object] = {
+                "BLOCK_ROWS": rows, "CHANNELS": combine.CHANNELS, "SPLITS": 8 * warps, "PDL": pdl,
+            }  # fmt: skip
+            types = _types(combine.combine_kernel, args, out=f"*{dtype}", partial_o=f"*{part}")
+            name = f"combine_rows{rows}_warps{warps}_{dtype}{'_pdl' if pdl else ''}"
+            yield Variant(name, combine.combine_kernel, types, args, chips, num_warps=warps)
+
+
+def _write_variants() -> Iterator[Variant]:
+    for name in LAYOUT_NAMES:
+        layout = row_layout(name)
+        for dtype, counting in (("bf16", True), ("fp32", False)):
+            args: dict[str, object] = {
+                "LAYOUT": name, "RANK": 512, "ROPE": 64, "ROW_BYTES": layout.row_bytes, "COUNT": counting,
+                "RANK_POW2": 512, "ROPE_POW2": 64,
+            }  # fmt: skip
+            types = _types(
+                cache_write_kernel, args, ckv=f"*{dtype}", kpe=f"*{dtype}", bytes_ptr="*u8", shorts_ptr="*i16", slots="*i64",
+                counters="*i64",
+            )  # fmt: skip
+            label = f"cache_write_{name}_{dtype}{'_counting' if counting else ''}"
+            yield Variant(label, cache_write_kernel, types, args, CHIPS)
+
+
+def variants() -> list[Variant]:
+    """All named variants, at most 100."""
+    return [*_mma_variants(), *_wgmma_variants(), *_combine_variants(), *_write_variants()]
+
+
+def compile_variant(variant: Variant, chip: int) -> Report:
+    """Compiles `variant` for compute capability `chip` and reads the assembler's report.
+
+    Raises:
+        whatever Triton raises if the variant does not compile.
+    """
+    kernel, names = variant.kernel, list(variant.kernel.arg_names)
+    given = variant.constexprs | ({"num_warps": variant.num_warps} if "num_warps" in names else {})
+    signature = {n: variant.types.get(n, "constexpr") for n in names}
+    constexprs = {(names.index(n),): value for n, value in given.items()}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if signature[n].startswith("*") and not kernel.params[i].do_not_specialize_on_alignment
+    }
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
+    log, start = io.StringIO(), time.perf_counter()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        options = {"num_warps": variant.num_warps, "enable_fp_fusion": True}
+        compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    text = log.getvalue()
+    limit = mma_launch.shared_memory_limit(chip)
+    registers, spill = _largest(r"Used (\d+) registers", text), _largest(r"(\d+) bytes spill stores", text)
+    shared = compiled.metadata.shared
+    problems = []
+    if SERIALISED_WGMMA in text:
+        problems.append(f"ptxas serialised its wgmma (warning {SERIALISED_WGMMA})")
+    if shared > limit:
+        problems.append(f"needs {shared} B of shared memory, sm_{chip} has {limit}")
+    if not 0 < registers <= MAX_REGISTERS:
+        problems.append(f"uses {registers} registers")
+    if chip < NATIVE_ARCH and ("e4m3" in compiled.asm["ptx"] or "f8E4M3" in compiled.asm["ttgir"]):
+        problems.append("hands an e4m3 type to the compiler")
+    if spill > MAX_SPILL_BYTES:
+        problems.append(f"spills {spill} B, allowed are {MAX_SPILL_BYTES}")
+    seconds = time.perf_counter() - start
+    return Report(variant.name, chip, registers, spill, shared, limit, seconds, tuple(problems))
+
+
+def _largest(pattern: str, text: str) -> int:
+    return max((int(n) for n in re.findall(pattern, text)), default=0)
+
+
+def markdown(reports: Iterable[Report]) -> str:
+    """The table of the docs: one row per variant, one column per chip."""
+    by_variant: dict[str, dict[int, Report]] = {}
+    for report in reports:
+        by_variant.setdefault(report.variant, {})[report.chip] = report
+    lines = [
+        "# Kernel variants",
+        "",
+        "Compiled without a GPU by `python -m uncast.kernels.variants --report docs/kernel-variants.md`, Triton "
+        + f"{triton.__version__}.",
+        "A cell is registers / spilled bytes / KB of shared memory per CTA; limits of shared memory per CTA: "
+        + ", ".join(f"sm_{c} {mma_launch.shared_memory_limit(c) // 1024} KB" for c in CHIPS)
+        + ".",
+        "",
+        "| variant | " + " | ".join(f"sm_{c}" for c in CHIPS) + " |",
+        "|---|" + "---|" * len(CHIPS),
+    ]
+    for name, cells in by_variant.items():
+        row = []
+        for chip in CHIPS:
+            r = cells.get(chip)
+            row.append(
+                f"{r.registers} / {r.spill} / {r.shared / 1024:.1f}{' FAILS' if r.problems else ''}" if r else ""
+            )
+        lines.append(f"| `{name}` | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m uncast.kernels.variants",
+        description="Compiles the named kernel variants for every chip they claim; needs no GPU.",
+        epilog="example: python -m uncast.kernels.variants --only mma_fp8_ds_mla --chips 86,90",
+    )
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--chips", default="", help="comma-separated compute capabilities, such as 86,90")
+    parser.add_argument("--report", type=Path, help="write the table as Markdown to this file")
+    args = parser.parse_args(argv)
+    chips = {int(c) for c in args.chips.split(",")} if args.chips else set(CHIPS)
+    reports = []
+    for variant in variants():
+        for chip in variant.chips:
+            if args.only in variant.name and chip in chips:
+                report = compile_variant(variant, chip)
+                reports.append(report)
+                state = "; ".join(report.problems) or "ok"
+                print(
+                    f"{report.variant:58s} sm_{chip:<3d} {report.registers:3d} registers {report.spill:4d} B spilled "
+                    f"{report.shared:6d} of {report.limit} B shared {report.seconds:5.1f} s  {state}",
+                    flush=True,
+                )
+    if args.report is not None:
+        args.report.parent.mkdir(parents=True, exist_ok=True)
+        args.report.write_text(markdown(reports))
+    failed = [r for r in reports if r.problems]
+    print(f"{len(reports)} compilations, {len(failed)} outside their limits", file=sys.stderr)
+    return int(bool(failed) or not reports)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""A representative part of the named kernel variants compiles for its chips, without a GPU and inside their limits.
+
+All of them: `python -m uncast.kernels.variants`. A failure means that some GPU would refuse or crawl at run time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from uncast.kernels.variants import CHIPS, Report, Variant, compile_variant, markdown, variants
+
+VARIANTS = {v.name: v for v in variants()}
+SUBSET = [
+    ("mma_fp8_e4m3_bf16_rows8_64x2_batch32", 89),
+    ("mma_fp8_e4m3_bf16_rows16_64x2_batch1_integer", 86),
+    ("mma_fp8_e4m3_bf16_rows16_64x2_batch4096", 90),
+    ("mma_fp8_e4m3_bf16_rows32_32x3_batch32_integer", 80),
+    ("mma_fp8_e4m3_fp16_rows16_64x2_batch32", 120),
+    ("mma_fp8_ds_mla_bf16_rows8_64x2_batch32_integer", 86),
+    ("mma_fp8_ds_mla_bf16_rows16_32x3_batch32", 120),
+    ("mma_fp8_ds_mla_bf16_rows16_64x2_batch32", 100),
+    ("mma_fp8_ds_mla_fp16_rows32_32x2_batch32", 89),
+    ("mma_bf16_bf16_rows16_32x2_batch256_integer", 80),
+    ("mma_bf16_fp16_rows16_32x1_batch32_integer", 86),
+    ("wgmma_fp8_e4m3_bf16_rows16_page64_batch32", 90),
+    ("wgmma_fp8_e4m3_bf16_rows64_page128_batch1", 90),
+    ("wgmma_fp8_ds_mla_bf16_rows64_page64_batch32", 90),
+    ("cache_write_fp8_ds_mla_bf16_counting", 80),
+    ("cache_write_fp8_e4m3_fp32", 120),
+]
+
+
+def test_the_list_is_small_and_every_chip_has_every_layout() -> None:
+    assert len(VARIANTS) == len(variants()) <= 100
+    for chip in CHIPS:
+        for layout in ("bf16", "fp8_e4m3", "fp8_ds_mla"):
+            assert any(chip in v.chips and v.name.startswith(f"mma_{layout}_") for v in VARIANTS.values()), (
+                chip,
+                layout,
+            )
+    hopper = [v for v in VARIANTS.values() if v.name.startswith("wgmma")]
+    assert hopper and all(v.chips == (90,) for v in hopper)
+
+
+@pytest.mark.parametrize(("name", "chip"), SUBSET)
+def test_compiles_inside_the_limits_of_its_chip(name: str, chip: int) -> None:
+    variant = VARIANTS[name]
+    assert chip in variant.chips
+    assert compile_variant(variant, chip).problems == ()
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_combine_compiles(pdl: bool) -> None:
+    chosen = [v for v in VARIANTS.values() if v.name.startswith("combine") and v.name.endswith("_pdl") == pdl]
+    assert chosen
+    assert compile_variant(chosen[0], chosen[0].chips[0]).problems == ()
+
+
+def test_a_variant_beyond_its_chip_is_reported() -> None:
+    large = next(v for v in VARIANTS.values() if v.name.startswith("mma_fp8_ds_mla_bf16_rows16_64x2_batch32"))
+    (problem,) = compile_variant(Variant(**vars(large) | {"chips": (89,)}), 89).problems
+    assert problem == "needs 110848 B of shared memory, sm_89 has 101376"
+
+
+def test_an_e4m3_type_on_an_old_chip_is_reported() -> None:
+    native = VARIANTS["mma_fp8_e4m3_bf16_rows8_64x2_batch32"]
+    with pytest.raises(Exception, match=r"e4m3|PTXAS|ptxas"):
+        compile_variant(native, 86)
+
+
+def test_the_table_has_one_row_a_variant_and_marks_failures() -> None:
+    reports = [
+        Report("a", 80, 100, 0, 51200, 166912, 1.0),
+        Report("a", 90, 90, 16, 51200, 232448, 1.0, ("spills",)),
+    ]
+    assert "| `a` | 100 / 0 / 50.0 |  |  | 90 / 16 / 50.0 FAILS |  |  |" in markdown(reports)
