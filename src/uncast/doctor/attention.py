@@ -86,4 +86,4 @@ def _kv_row(signature: Signature) -> int | None:
     (q, _), (k, dtype), (v, _) = tensors[:3]
     if not (len(q) == len(k) == len(v) == 3 and q[0] == k[0] == v[0] and q[2] == k[2] and q[1] % max(1, k[1]) == 0):
         return None
-    return (k[1] * k[2] + v[1] * v[2]) * size_of(dtype)
+    return int(k[1] * k[2] + v[1] * v[2]) * size_of(dtype)

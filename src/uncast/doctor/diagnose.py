@@ -26,7 +26,7 @@ from uncast.doctor.trace import Trace
 PHASES = ("decode", "verify", "draft", "mixed", "prefill", "training", "unknown")
 DECODE_ROWS, PREFILL_ROWS = 256, 512
 MAX_MOVEMENTS = 40
-_PARTS = {
+PARTS = {
     "gemm": "matmuls", "attention": "attention", "attention_tail": "attention", "collective": "collectives",
     "copy": "copies and casts", "triton_move": "copies and casts", "triton_pad": "copies and casts", "cat": "copies and casts",
     "index": "copies and casts", "memcpy_DtoD": "copies and casts", "memcpy_PtoP": "copies and casts",
@@ -216,7 +216,7 @@ def _budget(scene: Scene) -> list[Budget]:
     totals: dict[str, float] = defaultdict(float)
     for step in scene.analysed:
         for kernel in step.kernels:
-            totals[_PARTS.get(parse_name(scene.name(kernel)).kind, "other kernels")] += scene.trace.kernels.dur[kernel]
+            totals[PARTS.get(parse_name(scene.name(kernel)).kind, "other kernels")] += scene.trace.kernels.dur[kernel]
     parts = {part: us / len(scene.analysed) for part, us in totals.items()}
     parts["GPU idle"] = median(t.idle for t in scene.times)
     order = sorted(parts.items(), key=lambda item: -item[1])

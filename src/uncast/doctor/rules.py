@@ -214,6 +214,7 @@ def _finding(scene: Scene, kind: str, groups: list[Group]) -> Finding:
         gb_per_s=speed, source=str(biggest.source) if biggest.source else None, confidence=_weakest(groups),
         predicted_step_us=Range(low, high), advice=advice_for(kind), links=links_for(kind), kernel=biggest.kernel_name[:300],
     )  # fmt: skip
+    scene.claimed |= dict.fromkeys((k for _, k in kernels), (kind, finding.source))
     finding.evidence = in_words(finding, scene.step_us, [g.move for g in groups])
     return finding
 

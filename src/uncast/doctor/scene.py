@@ -74,6 +74,8 @@ class Scene:
     weights: set[tuple[int, ...]] = field(default_factory=set)
     rows: set[int] = field(default_factory=set)
     sync_calls: list[int] = field(default_factory=list)
+    claimed: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+    """kernel -> kind and source of the finding about it."""
 
     @property
     def analysed(self) -> list[Step]:

@@ -99,7 +99,8 @@ def _labelled(trace: Trace) -> dict[str, list[Window]]:
             lanes[label.family][mark.lane].append((mark, label))
     out = {}
     for family, by_lane in lanes.items():
-        windows = sorted(max(by_lane.values(), key=len), key=lambda w: (w[0].ts, -w[0].dur))
+        most = max(by_lane, key=lambda lane: len(by_lane[lane]))
+        windows = sorted(by_lane[most], key=lambda w: (w[0].ts, -w[0].dur))
         out[family] = [w for n, w in enumerate(windows) if n == 0 or w[0].ts >= windows[n - 1][0].end]
     _borrow(out)
     return out
@@ -137,7 +138,8 @@ def _frames(trace: Trace, pattern: re.Pattern[str]) -> list[Window]:
         if name in wanted:
             mark = Mark(trace.names[name], frames.ts[index], frames.dur[index], frames.lane[index])
             by_lane[mark.lane].append(mark)
-    marks = sorted(max(by_lane.values(), key=len), key=lambda m: (m.ts, -m.dur))
+    most = max(by_lane, key=lambda lane: len(by_lane[lane]))
+    marks = sorted(by_lane[most], key=lambda m: (m.ts, -m.dur))
     out: list[Mark] = []
     for mark in marks:
         if not out or mark.ts >= out[-1].end:

@@ -71,8 +71,8 @@ def _attention(report: Report, console: Console) -> None:
             else "floor unknown"
         )
         console.print(
-            f"[dim]attention[/] {escape(line.kernel[:60])}: {count(line.calls_per_step)} a step, {time(line.us_per_step)}, {floor} "
-            f"[dim]({escape(line.note)})[/]"
+            f"[dim]attention[/] {escape(line.kernel[:60])}: {count(line.calls_per_step)} a step, {time(line.us_per_step)}, "
+            f"{floor} [dim]({escape(line.note)})[/]"
         )
 
 

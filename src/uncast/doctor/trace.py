@@ -150,7 +150,8 @@ class Trace:
         known = self._decoded.get(number)
         if known is None:
             *lists, kernel_file, stack = self.signatures[number]
-            known = Signature(*(_as_list(raw) for raw in lists), kernel_file, stack)  # type: ignore[arg-type]
+            dims, types, strides, concrete = (_as_list(raw) for raw in lists)
+            known = Signature(dims, types, strides, concrete, str(kernel_file), str(stack))
             self._decoded[number] = known
         return known
 

@@ -1,0 +1,174 @@
+"""`uncast doctor TRACE`: name the bytes that a decode step moves without need, in a profile of any server. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from uncast.cli.main import UsageError
+from uncast.doctor import live
+from uncast.doctor.compare import compare, print_comparison
+from uncast.doctor.diagnose import PHASES, Diagnosis, Options, diagnose
+from uncast.doctor.errors import LiveError, TraceError
+from uncast.doctor.metrics import live_tokens
+from uncast.doctor.page import write_page
+from uncast.doctor.report import to_json
+from uncast.doctor.terminal import print_ranks, print_report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BAR_BYTES = 8 << 20
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    parser = argparse.ArgumentParser(
+        prog="uncast doctor",
+        description="Say where a decode step's time goes in a PyTorch profiler trace of an LLM server, which data movement is "
+        "not needed, how sure that is, and what the step would take without it. Needs neither torch nor a GPU.",
+        epilog="example: uncast doctor trace.json.gz --capture capture.json.gz --html report.html",
+    )
+    add = parser.add_argument
+    add("trace", nargs="*", type=Path, help="a trace (json or json.gz), a folder of one per rank, or two to compare")
+    add("--capture", type=Path, metavar="FILE", help="trace of the graph's capture pass, or a folder of them")
+    add("--live-tokens", type=int, metavar="N", help="cache rows in use (default: from the trace's step labels)")
+    add("--metrics-url", metavar="URL", help="read the live tokens from a server's /metrics")
+    add("--phase", choices=PHASES, help="steps to judge (default: decode where there are any)")
+    add("--peak-gbps", type=float, metavar="X", help="the GPU's memory bandwidth in GB/s (default: from its name)")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    add("--url", help="profile a running SGLang, vLLM or uncast server for a few steps")
+    add("--steps", type=int, default=8, help="with --url: decode steps to profile (default: 8)")
+    add("--profile-dir", type=Path, metavar="DIR", help="with --url: the folder where the server writes its traces")
+    add("--api-key", help="with --url: the server's key")
+    add("--no-load", action="store_true", help="with --url: send no request; the server has its own traffic")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command; see `uncast doctor --help`."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except (TraceError, LiveError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check(args)
+    options = Options(
+        live_tokens=args.live_tokens, capture=args.capture, phase=args.phase, peak_gb_per_s=args.peak_gbps
+    )
+    if args.metrics_url is not None:
+        options = replace(options, live_tokens=live_tokens(args.metrics_url), live_source=f"from {args.metrics_url}")
+    traces = list(args.trace)
+    if args.url is not None:
+        request = live.Request(args.url, args.steps, args.profile_dir, args.api_key, not args.no_load)
+        traces = live.profile(request, lambda text: print(text, file=sys.stderr))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
+    if len(traces) == 2 and args.url is None:
+        return _compare(traces, options, args, console)
+    return _ranks(_expand(traces), options, args, console)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.url is None and not 1 <= len(args.trace) <= 2:
+        raise UsageError(f"{len(args.trace)} traces were given: one is read, two are compared (or give --url)")
+    if args.url is not None and args.trace:
+        raise UsageError("give a trace or --url, not both")
+    if args.live_tokens is not None and args.live_tokens < 1:
+        raise UsageError(f"--live-tokens is {args.live_tokens}: at least 1 is needed")
+    if args.live_tokens is not None and args.metrics_url is not None:
+        raise UsageError("give --live-tokens or --metrics-url, not both")
+    if args.peak_gbps is not None and not args.peak_gbps > 0:
+        raise UsageError(f"--peak-gbps is {args.peak_gbps}: a bandwidth above 0 is needed")
+    if not 1 <= args.steps <= 1000:
+        raise UsageError(f"--steps is {args.steps}: allowed are 1 to 1000")
+    if args.html is not None and len(args.trace) == 2:
+        raise UsageError("--html is for one trace: two are compared on the terminal or with --json")
+    if args.html is not None and not args.html.parent.is_dir():
+        raise UsageError(f"{args.html} cannot be written: {args.html.parent} is not a folder")
+
+
+def _expand(traces: Sequence[Path]) -> list[Path]:
+    """Files; a folder stands for the traces in it (capture passes left out)."""
+    out: list[Path] = []
+    for path in traces:
+        if not path.is_dir():
+            out.append(path)
+            continue
+        files = sorted(
+            p for p in path.iterdir() if p.name.endswith((".json", ".json.gz")) and ".capture." not in p.name
+        )
+        if not files:
+            raise TraceError(f"{path} holds no traces: a folder of ranks has .json or .json.gz files")
+        out += files
+    return out
+
+
+def _ranks(traces: Sequence[Path], options: Options, args: argparse.Namespace, console: Console) -> int:
+    found: list[Diagnosis] = []
+    reports = []
+    for path in traces:
+        try:
+            diagnosis = _read(path, options, args.json)
+        except TraceError:
+            if len(traces) == 1:
+                raise
+            print(f"uncast: {sys.exc_info()[1]}", file=sys.stderr)
+            continue
+        reports.append(diagnosis.report)
+        slowest = not found or diagnosis.report.step_us > found[0].report.step_us
+        if slowest:
+            found = [diagnosis]
+    if not found:
+        raise TraceError("none of these files is a trace with GPU kernels")
+    if args.html is not None:
+        write_page(found[0], args.html)
+    if args.json:
+        sys.stdout.buffer.write(to_json(reports[0] if len(traces) == 1 else reports) + b"\n")
+        return 0
+    if len(reports) > 1:
+        print_ranks(reports, console)
+        console.print("\nThe slowest rank:")
+    print_report(found[0].report, console)
+    if args.html is not None:
+        console.print(f"\nwrote {args.html}")
+    return 0
+
+
+def _compare(traces: Sequence[Path], options: Options, args: argparse.Namespace, console: Console) -> int:
+    a, b = (_read(path, options, args.json) for path in traces)
+    result = compare(a, b)
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    else:
+        print_comparison(result, console)
+    return 0
+
+
+def _read(path: Path, options: Options, quiet: bool) -> Diagnosis:
+    with _bar(path, quiet) as progress:
+        return diagnose(path, options, progress)
+
+
+@contextmanager
+def _bar(path: Path, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, for long files on a terminal."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    shown = console.is_terminal and not quiet and path.is_file() and path.stat().st_size > BAR_BYTES
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task(f"reading {path.name}", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
