@@ -12,7 +12,7 @@ from uncast.doctor.attention import attention_lines
 from uncast.doctor.costs import MIN_KERNEL_US
 from uncast.doctor.errors import TraceError
 from uncast.doctor.graphs import Join, capture_files, find_captures, join
-from uncast.doctor.hosts import cpu_issue_us, find_syncs, judge_host
+from uncast.doctor.hosts import cpu_issue_us, find_syncs, has_stacks, host_notes, judge_host
 from uncast.doctor.link import Links, link
 from uncast.doctor.names import parse_name
 from uncast.doctor.reader import read_trace
@@ -181,7 +181,9 @@ def _report(scene: Scene, found: Steps, times: Sequence[StepTime], options: Opti
 
 
 def _bound_by_launches(scene: Scene, findings: list[Finding]) -> None:
-    """Without a finding's work the CPU's launches may be what remains: the range's upper end."""
+    """Without a finding's work the CPU's launches may be what remains: the range's upper end. Not with stacks: they slow it."""
+    if has_stacks(scene):
+        return
     issue = min(scene.step_us, cpu_issue_us(scene))
     for finding in findings:
         if finding.kind not in ("host_sync", "launch_bound") and issue > finding.predicted_step_us.high:
@@ -266,4 +268,4 @@ def _notes(scene: Scene, found: Steps) -> list[str]:
         notes.append("no step is marked in this trace: boundaries are a guess")
     if any(t.outside for t in scene.times):
         notes.append("waits longer than a step's work were taken off the step's time")
-    return notes
+    return notes + host_notes(scene)

@@ -24,8 +24,22 @@ LONG_GAP_US = 1000.0
 
 def judge_host(scene: Scene) -> list[Finding]:
     """Findings `host_sync` and `launch_bound`, at most one of each."""
-    found = (_host_sync(scene), _launch_bound(scene))
-    return [f for f in found if f is not None]
+    sync = _host_sync(scene)
+    bound = _launch_bound(scene, sync.us_per_step if sync else 0.0) if not has_stacks(scene) else None
+    return [f for f in (sync, bound) if f is not None]
+
+
+def has_stacks(scene: Scene) -> bool:
+    """Whether Python frames were recorded, which slows the CPU side so much that its times say nothing."""
+    return len(scene.trace.frames) > 0
+
+
+def host_notes(scene: Scene) -> list[str]:
+    """What cannot be judged because stacks were recorded."""
+    bound = _launch_bound(scene, 0.0) if has_stacks(scene) else None
+    if bound is None:
+        return []
+    return [f"{bound.evidence}; stacks slow the CPU: profile once without them to see whether launches bind the step"]
 
 
 def cpu_issue_us(scene: Scene) -> float:
@@ -99,9 +113,9 @@ def _sync_finding(scene: Scene, calls: list[int], idle: float, share: float) -> 
     )  # fmt: skip
 
 
-def _launch_bound(scene: Scene) -> Finding | None:
-    """A GPU that idles a fifth of the step while the CPU issues kernels one by one."""
-    idle = median(t.idle for t in scene.times)
+def _launch_bound(scene: Scene, explained: float) -> Finding | None:
+    """A GPU that idles a fifth of the step, beyond waits `explained` otherwise, while the CPU issues kernels one by one."""
+    idle = max(0.0, median(t.idle for t in scene.times) - explained)
     share = idle / scene.step_us if scene.step_us else 0.0
     each = median(len(s.kernels) for s in scene.steps)
     in_graph = sum(scene.in_graph(k) for s in scene.analysed for k in s.kernels)
@@ -109,11 +123,10 @@ def _launch_bound(scene: Scene) -> Finding | None:
     if share < _IDLE_SHARE or eager < 32 or eager < each / 2:
         return None
     low = min(scene.step_us, scene.busy_us + _GRAPH_US_A_KERNEL * each)
-    stacks = " (stacks were recorded, which slows the CPU)" if len(scene.trace.frames) else ""
     return Finding(
         kind="launch_bound", title=TITLES["launch_bound"], calls_per_step=eager, layers_relation="",
         evidence=f"{count(eager)} kernels a step launched one by one; the GPU idles {time(idle)} of {time(scene.step_us)} "
-        f"({percent(share)}){stacks}",
+        f"({percent(share)})",
         us_per_step=idle, exposed_us_per_step=idle, share_of_step=share, source=None,
         confidence="measured", predicted_step_us=Range(low, scene.step_us),
         advice=advice_for("launch_bound"), links=links_for("launch_bound"),

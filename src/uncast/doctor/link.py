@@ -113,7 +113,7 @@ def _containing(stack: list[int], ops: Ops, ts: float, end: float) -> int:
         if ops.end(op) >= end:
             return op
     for op in reversed(stack):
-        if ops.end(op) >= ts:
+        if ops.end(op) > ts:
             return op
     return -1
 

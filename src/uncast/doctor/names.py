@@ -20,7 +20,7 @@ COLLECTIVE = re.compile(
 )
 ATTENTION = re.compile(
     r"flash_?(fwd|attn|mla)|fmha|paged_attention|unified_attention|attention_\dd|mla_(decode|attn)|batch(decode|prefill|mla)"
-    r"|fwd_(grouped_)?kernel_stage|decode_att|(mma|wgmma)_decode|splitkv|scaled_dot_product|_attn_fwd|mha_fwd|attn_kernel",
+    r"|fwd_(grouped_)?kernel_stage|decode_att|(mma|wgmma)_decode|splitkv|scaled_dot_product|^combine_kernel$|_attn_fwd|mha_fwd|attn_kernel",
     re.I,
 )
 _ATTENTION_TAIL = re.compile(r"combine|reduce|merge|metadata|segments|stage2", re.I)

@@ -17,6 +17,7 @@ from uncast.doctor.steps import Step, StepTime
 from uncast.doctor.trace import Signature, Trace
 
 ANALYSED_STEPS = 8
+_GEMM_OPS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul", "aten::_scaled_mm")
 _PADS = ("aten::pad", "aten::constant_pad_nd", "aten::_pad_enum")
 
 
@@ -205,7 +206,7 @@ def _calibrate(scene: Scene) -> dict[int, int]:
 
 def _gemm_shapes(scene: Scene, origin: Origin | None) -> None:
     signature = origin.signature if origin else None
-    if signature is None or origin is None or not origin.op.startswith("aten::"):
+    if signature is None or origin is None or origin.op not in _GEMM_OPS:
         return
     shapes = [
         tuple(d)
