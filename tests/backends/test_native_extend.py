@@ -52,7 +52,7 @@ def test_cases_in_the_interpreter() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ragged_blocks_of_every_kind(layout: str, library: str) -> None:
     """Whole granules and tails, several blocks, no prefix, one query; 4 MiB of scratch are 1,024 rows of 4 heads."""
-    lens = [(256, 1536), (300, 905), (5, 5), (1, 70), (512, 512)]
+    lens = [(256, 1536), (300, 905), (5, 5), (1, 70), (512, 512), (256, 9000)]
     case = make_case(layout, lens, 4, 192, 256, device="cuda", page_size=64)
     check(case, available(library, 256, 256), 4 * 2**20)
 
@@ -104,7 +104,8 @@ def test_a_long_prefix_is_one_block_of_few_heads() -> None:
     """GLM on 132 multiprocessors: 8 heads of 4,096 queries fill them, and 32,768 rows of 8 heads are 256 MiB."""
     tiling = plan_tiling(4096, 36864, 64, 256, library="cudnn", num_sms=132)
     assert tiling.heads == 8
-    assert tiling.blocks == ((0, 32768, False), (32768, 4096, True))
+    assert tiling.causal_heads == 64
+    assert tiling.blocks == ((0, 32768),)
 
 
 @pytest.mark.parametrize("library", ["cudnn", "flash"])
@@ -114,21 +115,23 @@ def test_a_long_prefix_is_one_block_of_few_heads() -> None:
 )
 def test_blocks_cover_all_rows_within_the_scratch(library: str, heads: int, q_len: int, kv_len: int) -> None:
     tiling = plan_tiling(q_len, kv_len, heads, 256, library=library, num_sms=132)
-    assert heads % tiling.heads == 0
+    assert heads % tiling.causal_heads == 0 and tiling.causal_heads % tiling.heads == 0
+    assert tiling.causal_heads * q_len * 1024 <= SCRATCH_BYTES
     position = 0
-    for index, (start, rows, causal) in enumerate(tiling.blocks):
-        assert start == position and rows > 0 and causal == (index == len(tiling.blocks) - 1)
+    for start, rows in tiling.blocks:
+        assert start == position and rows > 0
         assert rows * tiling.heads * 1024 <= SCRATCH_BYTES
         position += rows
-    assert position == kv_len and tiling.blocks[-1][1] == q_len
+    assert position == kv_len - q_len
 
 
 def test_cudnn_gets_shapes_that_recur_and_flash_the_tails() -> None:
     tiling = plan_tiling(512, 512 + 9 * 256 + 7, 64, 256, library="cudnn", num_sms=132)
-    shapes = [(libraries.library_for_block("cudnn", 512, rows), rows) for _, rows, _ in tiling.blocks]
-    assert shapes == [("cudnn", 9 * 256), ("flash", 7), ("cudnn", 512)]
+    shapes = [(libraries.library_for_block("cudnn", 512, rows), rows) for _, rows in tiling.blocks]
+    assert shapes == [("cudnn", 9 * 256), ("flash", 7)]
+    assert libraries.library_for_block("cudnn", 512, 512) == "cudnn"
     assert libraries.library_for_block("cudnn", 500, 512) == "flash"
-    assert plan_tiling(512, 2823, 64, 256, library="flash", num_sms=132).blocks[0] == (0, 2311, False)
+    assert plan_tiling(512, 2823, 64, 256, library="flash", num_sms=132).blocks == ((0, 2311),)
 
 
 @pytest.mark.parametrize(

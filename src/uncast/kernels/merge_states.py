@@ -44,8 +44,9 @@ def merge_states_kernel(
     STORE_LSE: tl.constexpr,
 ):  # fmt: skip
     """Grid: cdiv(rows, BLOCK), rows = heads * tokens. TWO: there is a y; LAST: multiply by the output's factor."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    h, t, live = i // tokens, i % tokens, i < rows
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < rows
+    h, t = (i // tokens).to(tl.int64), (i % tokens).to(tl.int64)
     c = tl.arange(0, WIDTH_POW2)
     mask = live[:, None] & (c < WIDTH)[None, :]
     a = tl.load(lse_x + h * lse_x_h + t * lse_x_t, mask=live, other=0.0) * to_base2_x
