@@ -90,13 +90,15 @@ def test_rings_fit_shared_memory(layout: str) -> None:
 
 
 def test_combine_programs_hold_the_usual_number_of_splits() -> None:
-    def warps(kv_lens: list[int], heads: int) -> int:
+    def splits(kv_lens: list[int], heads: int) -> object:
         problem = make_problem(kv_lens, [1] * len(kv_lens), spec_of(num_heads=heads), "cpu")
-        return combine.num_warps(wgmma_launch.make_plan(problem, 132).splits)
+        channels, warps = combine.unit_shape(wgmma_launch.make_plan(problem, 132).splits)
+        return combine.constexprs(16, channels, warps, pdl=True)["SPLITS"]
 
-    assert warps([131072], 8) == 16
-    assert warps([8192] * 8, 64) == 4
-    assert warps([8192] * 64, 64) == 1
+    assert splits([131072], 8) == 128
+    assert splits([4096], 64) == 64
+    assert splits([8192] * 8, 64) == 32
+    assert splits([8192] * 64, 64) == 8
 
 
 def e4m3_rows(n: int, generator: torch.Generator) -> torch.Tensor:

@@ -127,7 +127,9 @@ mul.rn.f16x2 $1, $1, $3;
 @gluon.jit
 def _unpack_scaled(x, scale, ASM: gl.constexpr):
     scale, x = gl.broadcast(scale, x)
-    return gl.inline_asm_elementwise(ASM, "=&r,=&r,r,r", [x, scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(
+        ASM, "=&r,=&r,r,r", [x, scale], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )
 
 
 @gluon.jit

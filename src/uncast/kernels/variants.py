@@ -41,7 +41,7 @@ from uncast.latent.layouts import LAYOUT_NAMES, row_layout
 CHIPS = (80, 86, 89, 90, 100, 120)
 MAX_REGISTERS = 255
 MAX_SPILL_BYTES = 512
-"""Of one thread. The largest known one is 364 B (wgmma, fp8_ds_mla, 64 rows); the portable kernels stay below 150 B."""
+"""Of one thread. The largest are below 400 B (wgmma, fp8_ds_mla, 64 rows); the portable kernels stay below 150 B."""
 SERIALISED_WGMMA = "C7512"
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -136,12 +136,13 @@ def _wgmma_variants() -> Iterator[Variant]:
 
 def _combine_variants() -> Iterator[Variant]:
     for pdl, chips in ((False, (80, 86, 89)), (True, (90, 100, 120))):
-        for rows, warps, dtype, part in ((8, 1, "bf16", "fp32"), (16, 4, "fp16", "fp32"), (64, 16, "bf16", "fp16")):
-            args: dict[str, object] = {
-                "BLOCK_ROWS": rows, "CHANNELS": combine.CHANNELS, "SPLITS": 8 * warps, "PDL": pdl,
-            }  # fmt: skip
+        for rows, channels, warps, dtype, part in (
+            (8, 256, 1, "bf16", "fp32"), (16, 256, 4, "fp16", "fp32"), (16, 128, 4, "bf16", "fp16"),
+            (64, 64, 4, "bf16", "fp16"),
+        ):  # fmt: skip
+            args = combine.constexprs(rows, channels, warps, pdl=pdl)
             types = _types(combine.combine_kernel, args, out=f"*{dtype}", partial_o=f"*{part}")
-            name = f"combine_rows{rows}_warps{warps}_{dtype}{'_pdl' if pdl else ''}"
+            name = f"combine_rows{rows}_channels{channels}_warps{warps}_{dtype}{'_pdl' if pdl else ''}"
             yield Variant(name, combine.combine_kernel, types, args, chips, num_warps=warps)
 
 
