@@ -132,8 +132,8 @@ def test_queries_of_any_size(backend: str, dtype: torch.dtype) -> None:
 def test_ds_mla_scales_of_any_size(backend: str, size: float, num_heads: int) -> None:
     """Readers accept any positive scale, also where tokens and channel groups of one row differ by 2^40.
 
-    Queries of 2^-27 give ordinary scores. At 2^-20 scores reach several hundred, where an error of 2^-12 in a scale would move
-    the softmax by percents: the portable kernel holds scales in fp32, the Hopper kernel rounds them to fp16.
+    Queries of 2^-27 give ordinary scores. At 2^-20 scores reach several hundred, where a relative error of 2^-12 in a score
+    moves the softmax by percents; the portable kernel multiplies by the fp32 scale itself.
     """
     spec = spec_of(kv_layout="fp8_ds_mla", num_heads=num_heads)
     case = make_case(spec, [500, 65, 3000], [1, 1, 1])
