@@ -85,7 +85,7 @@ def test_mutated_traces(tmp_path: Path) -> None:
             to_json(diagnosis.report)
             render(diagnosis)
             outcomes["report"] += 1
-        except TraceError as error:
+        except TraceError as error:  # fit for a terminal
             assert "\n" not in str(error) and len(str(error)) < 500
             outcomes["sentence"] += 1
         except Exception as error:

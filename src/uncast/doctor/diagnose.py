@@ -11,7 +11,7 @@ from statistics import median
 from uncast.doctor.attention import attention_lines
 from uncast.doctor.costs import MIN_KERNEL_US
 from uncast.doctor.errors import TraceError
-from uncast.doctor.graphs import Join, capture_files, find_captures, join
+from uncast.doctor.graphs import Join, capture_files, find_captures, graph_replays, join
 from uncast.doctor.hosts import cpu_issue_us, find_syncs, has_stacks, host_notes, judge_host
 from uncast.doctor.link import Links, link
 from uncast.doctor.names import parse_name
@@ -152,6 +152,8 @@ def _join(
         except TraceError as error:
             trace.notes.append(str(error))
             return join(trace, links, [])
+    if not graph_replays(trace, links):
+        raise TraceError(f"{path} holds no graph replays: there is nothing to join with {options.capture}")
     if options.capture.is_dir():
         files = capture_files(options.capture, batch)
         if not files:
