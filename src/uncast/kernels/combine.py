@@ -59,7 +59,7 @@ def _merge(
             acc = acc * old + gl.sum(x.to(gl.float32) * gl.exp2(row_lse - new_top)[:, None], 0)
             total = total * old + gl.sum(gl.exp2(every_lse - new_top), 0)
             top = new_top
-        acc = gl.where(total > 0, acc * (scale / total), 0.0)
+        acc = gl.where(total == 0, 0.0, acc * (scale / total))  # a NaN of a live row stays one
         tok = ((first + row) // num_heads).to(gl.int64)
         head = (first + row) % num_heads
         at_out = ((tok * out_stride_t + head * out_stride_h) >> 3) * 8  # rows start at multiples of 16 bytes
@@ -107,7 +107,7 @@ def constexprs(block_rows: int, channels: int, warps: int, *, pdl: bool) -> dict
 def unit_shape(plan: SplitPlan) -> tuple[int, int]:
     """(channels, warps) of a program, by the usual number of splits of this batch; any number is merged correctly."""
     splits = plan.partial_blocks // max(1, plan.num_groups)
-    if splits <= 8:
+    if splits <= 8 or plan.batch_invariant:  # one shape for all batches: it decides the order of the additions
         return 256, 1
     return 256 if splits <= 32 else 128 if splits <= 64 else 64, 4
 

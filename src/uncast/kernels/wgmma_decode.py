@@ -264,7 +264,7 @@ def _warpgroup(
     part = get_scalar(state.index(0))
     direct = part < 0
     out_scale = gl.where(direct, get_scalar(state.index(1)).to(gl.float32, bitcast=True), 1.0)
-    alpha.index(w).store(gl.where(total > 0, out_scale / total, 0.0))
+    alpha.index(w).store(gl.where(total == 0, 0.0, out_scale / total))  # a NaN of a live row stays one
     store_outputs(oe, oo, alpha.index(w), out, partial_o, offsets, direct, w)
     if w == 0:
         n = gl.arange(0, BN, L)
