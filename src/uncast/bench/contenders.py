@@ -109,8 +109,6 @@ CONTENDERS: dict[str, tuple[str, Maker]] = {
     "flashmla bf16": ("bf16", flashmla),
     "flashmla fp8 (lossy q)": ("fp8_e4m3", flashmla),
 }
-ACCURATE_PEERS = ("flashinfer fa2 bf16", "flashinfer fa3 bf16", "flashinfer fa3 fp8", "flashmla bf16")
-"""Peers whose error is that of BF16 arithmetic; the table's ratio is against the fastest of them."""
 
 
 def installed() -> dict[str, tuple[str, Maker]]:

@@ -6,13 +6,17 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a func
 from __future__ import annotations
 
 import csv
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+ACCURATE_PEERS = ("flashinfer fa2 bf16", "flashinfer fa3 bf16", "flashinfer fa3 fp8", "flashmla bf16")
+"""Contenders of `uncast bench attention` whose error is that of BF16 arithmetic."""
+
 RESULTS = Path("benchmarks/results")
-_BLOCK = re.compile(r"(<!-- table: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
@@ -61,7 +65,62 @@ def text_cpu() -> str:
     return markdown(("latent cache", "bits per byte"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"decode_cpu": decode_cpu, "text_cpu": text_cpu}
+def attention_h200() -> str:
+    """Native kernels beside the fastest peer of BF16 accuracy, and FlashMLA's FP8 mode, which is not of that accuracy."""
+    rows = read("attention-h200.csv")
+    lines, ratios = [], []
+    for shape in dict.fromkeys((r["batch"], r["context"], r["heads"]) for r in rows):
+        by_name = {r["backend"]: r for r in rows if (r["batch"], r["context"], r["heads"]) == shape}
+        native, other = by_name["native"], by_name["native fp8_ds_mla"]
+        peers = [
+            by_name[name] for name in ACCURATE_PEERS if name in by_name and not math.isnan(float(by_name[name]["us"]))
+        ]
+        peer, lossy = min(peers, key=lambda r: float(r["us"])), by_name["flashmla fp8 (lossy q)"]
+        ratios.append(float(native["us"]) / float(peer["us"]))
+        lines.append(
+            (
+                ", ".join(f"{int(value):,}" for value in shape),
+                f"{float(native['us']):.1f} ({_share(native)})",
+                f"{float(other['us']):.1f} ({_share(other)})",
+                f"{float(peer['us']):.1f} ({peer['backend']})",
+                f"{ratios[-1]:.2f}",
+                f"{float(lossy['us']):.1f} (error {float(lossy['error']):.0e})",
+            )
+        )
+    worst = max(float(r["error"]) for r in rows if r["backend"].startswith("native"))
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    head = (
+        "batch, context, heads",
+        "native `fp8_e4m3`",
+        "native `fp8_ds_mla`",
+        "fastest BF16-accurate peer",
+        "ratio",
+        "FlashMLA FP8",
+    )
+    return markdown(head, lines) + (
+        f"\nMicroseconds (share of the floor); ratio = native `fp8_e4m3` / peer, geometric mean {mean:.2f}; largest native "
+        f"error {worst:.1e}. {rows[0]['gpu']}, {rows[0]['versions']}.\n"
+    )
+
+
+def _share(row: dict[str, str]) -> str:
+    return f"{100 * float(row['floor_us']) / float(row['us']):.0f} %"
+
+
+def founding_h200() -> str:
+    """The founding step at full size."""
+    rows = [
+        (r["what"], r["ms_per_step"], f"{int(r['bytes_per_step']) / 1e9:.2f} GB") for r in read("founding-h200.csv")
+    ]
+    return markdown(("78 layers, 64 heads, 4,096 live tokens, pool of 495,552", "ms a step", "cache bytes moved"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "attention_h200": attention_h200,
+    "decode_cpu": decode_cpu,
+    "founding_h200": founding_h200,
+    "text_cpu": text_cpu,
+}
 
 
 def render(text: str) -> str:
