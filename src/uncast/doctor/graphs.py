@@ -11,7 +11,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 
 from uncast.doctor.errors import TraceError
@@ -23,8 +22,9 @@ from uncast.doctor.trace import Trace
 
 _LAUNCH = re.compile(r"Launch(Cooperative)?Kernel|LaunchKernelEx|ModuleLaunchKernel|Memcpy|Memset")
 _GRAPH = re.compile(r"GraphLaunch")
-MAX_ALIGNED = 6000
-CONSISTENT = 0.9
+REACH, RUN = 48, 4
+CONSISTENT = 0.8
+"""Share of kernels that meet the operator which their name meets most."""
 GOOD = 0.5
 
 
@@ -155,11 +155,15 @@ def _align(trace: Trace, replay: list[int], capture: Capture, graph: list[int]) 
         known = [capture.trace.names[capture.trace.launches.kernel[i]] for i in graph]
         pairs = _by_name(names, known)
         return [(a, graph[b]) for a, b in pairs] if len(pairs) >= GOOD * len(replay) else []
-    if len(replay) == len(graph):
-        pairs = [(n, n) for n in range(len(replay))]
+    kernels, launches = [_kernel_class(n) for n in names], [_launch_class(capture, i) for i in graph]
+    uneven = {c for c in ("memset", "memcpy") if kernels.count(c) != launches.count(c)}
+    left = [n for n, c in enumerate(kernels) if c not in uneven]
+    right = [n for n, c in enumerate(launches) if c not in uneven]
+    if len(left) == len(right):
+        pairs = list(zip(left, right, strict=True))
         if _consistent(names, capture, graph, pairs):
             return [(a, graph[b]) for a, b in pairs]
-    pairs = _matching([_kernel_class(n) for n in names], [_launch_class(capture, i) for i in graph])
+    pairs = _matching(kernels, launches)
     good = len(pairs) >= 0.9 * len(replay) and _consistent(names, capture, graph, pairs)
     return [(a, graph[b]) for a, b in pairs] if good else []
 
@@ -185,10 +189,32 @@ def _by_name(replay: list[str], capture: list[str]) -> list[tuple[int, int]]:
 
 
 def _matching(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
-    if len(a) > MAX_ALIGNED or len(b) > MAX_ALIGNED:
-        return []
-    blocks = SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
-    return [(block.a + n, block.b + n) for block in blocks for n in range(block.size)]
+    """Pairs of equal tokens in order. At a mismatch the smallest skip in either list after which `RUN` tokens agree."""
+    out = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i] == b[j]:
+            out.append((i, j))
+            i, j = i + 1, j + 1
+            continue
+        skip = next(
+            (
+                (x, total - x)
+                for total in range(1, REACH)
+                for x in range(total + 1)
+                if _agree(a, i + x, b, j + total - x)
+            ),
+            None,
+        )
+        if skip is None:
+            break
+        i, j = i + skip[0], j + skip[1]
+    return out
+
+
+def _agree(a: Sequence[str], i: int, b: Sequence[str], j: int) -> bool:
+    length = min(RUN, len(a) - i, len(b) - j)
+    return length > 0 and all(a[i + n] == b[j + n] for n in range(length))
 
 
 def _consistent(names: list[str], capture: Capture, graph: list[int], pairs: list[tuple[int, int]]) -> bool:
@@ -203,7 +229,7 @@ def _consistent(names: list[str], capture: Capture, graph: list[int], pairs: lis
         wrong += "other" not in (kernel, launch) and kernel != launch
     agree = sum(max(c.values()) for c in meets.values())
     repeated = sum(sum(c.values()) for c in meets.values())
-    return wrong <= 0.02 * len(pairs) and agree >= CONSISTENT * 0.5 * repeated
+    return wrong <= 0.02 * len(pairs) and agree >= CONSISTENT * repeated
 
 
 def _kernel_class(name: str) -> str:

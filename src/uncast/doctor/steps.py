@@ -8,7 +8,7 @@ belongs to the step in which it was *launched*: it may run later.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ _LOOP = re.compile(r": (run_batch|execute_model|_execute_model|forward_batch_gen
 _FORWARD = re.compile(r"^nn\.Module: \w*(For\w+|LMHead\w*|Model|Transformer)_0$")
 _GRAPH_LAUNCH = re.compile(r"^(cuda|hip|cu)GraphLaunch")
 MIN_SHARE = 0.8
+MAX_SEQUENCE = 4096
 
 
 @dataclass
@@ -108,23 +109,24 @@ def _labelled(trace: Trace) -> dict[str, list[Window]]:
 
 def _borrow(families: dict[str, list[Window]]) -> None:
     """Where labels of two families overlap, one may know tokens that the other does not."""
-    for family in ("vllm", "profiler"):
-        for number, (mark, label) in enumerate(families.get(family, [])):
-            for inner, other in families.get("sglang" if family == "vllm" else "vllm", []) or families.get(
-                "sglang", []
-            ):
-                if mark.ts <= inner.ts < mark.end:
-                    families[family][number] = (
-                        mark,
-                        Label(
-                            label.family,
-                            other.phase if label.phase == "unknown" else label.phase,
-                            label.batch if label.batch is not None else other.batch,
-                            label.live_tokens if label.live_tokens is not None else other.live_tokens,
-                            label.new_tokens if label.new_tokens is not None else other.new_tokens,
-                        ),
-                    )
-                    break
+    for family, others in (("vllm", ("sglang",)), ("profiler", ("vllm", "sglang"))):
+        windows = families.get(family, [])
+        inner = next((families[o] for o in others if families.get(o)), [])
+        starts = [mark.ts for mark, _ in inner]
+        for number, (mark, label) in enumerate(windows):
+            place = bisect_left(starts, mark.ts)
+            if place < len(inner) and inner[place][0].ts < mark.end:
+                windows[number] = (mark, _filled(label, inner[place][1]))
+
+
+def _filled(label: Label, other: Label) -> Label:
+    return Label(
+        label.family,
+        other.phase if label.phase == "unknown" else label.phase,
+        label.batch if label.batch is not None else other.batch,
+        label.live_tokens if label.live_tokens is not None else other.live_tokens,
+        label.new_tokens if label.new_tokens is not None else other.new_tokens,
+    )
 
 
 def _frames(trace: Trace, pattern: re.Pattern[str]) -> list[Window]:
@@ -149,10 +151,11 @@ def _frames(trace: Trace, pattern: re.Pattern[str]) -> list[Window]:
 
 def _split(steps: list[Window], forwards: list[Window]) -> list[Window]:
     """Profiler steps, or the forwards inside them where any holds several."""
-    inside = [sum(s.ts <= f.ts < s.end for f, _ in forwards) for s, _ in steps]
-    if not steps or max(inside) <= 1:
-        return steps
-    return [w for w in forwards if any(s.ts <= w[0].ts < s.end for s, _ in steps)]
+    starts = [mark.ts for mark, _ in steps]
+    place = [bisect_right(starts, f.ts) - 1 for f, _ in forwards]
+    inside = [w for w, p in zip(forwards, place, strict=True) if p >= 0 and w[0].ts < steps[p][0].end]
+    several = Counter(p for w, p in zip(forwards, place, strict=True) if p >= 0 and w[0].ts < steps[p][0].end)
+    return inside if several and max(several.values()) > 1 else steps
 
 
 def _between(marks: Sequence[Mark], phase: str) -> list[Window]:
@@ -182,12 +185,17 @@ def _graph_windows(trace: Trace, links: Links) -> list[Window]:
     ]
 
 
-def sequence_period(values: Sequence[int], most: int = 4096) -> int | None:
+def sequence_period(values: Sequence[int]) -> int | None:
     """The smallest p >= 1 with values[i] == values[i + p] for 95 % of all i, seen at least twice; None without one."""
+    values = values[:MAX_SEQUENCE]
     n = len(values)
-    for p in range(1, min(n // 2, most) + 1):
-        hits = sum(a == b for a, b in zip(values, values[p:], strict=False))
-        if hits >= 0.95 * (n - p):
+    for p in range(1, n // 2 + 1):
+        allowed = 0.05 * (n - p)
+        for a, b in zip(values, values[p:], strict=False):
+            allowed -= a != b
+            if allowed < 0:
+                break
+        else:
             return p
     return None
 
