@@ -26,7 +26,6 @@ ATTENTION = re.compile(
 _ATTENTION_TAIL = re.compile(r"combine|reduce|merge|metadata|segments|stage2", re.I)
 _GEMM = re.compile(r"gemm|cijk_|matmul|cutlass|nvjet|cublas|gemv|splitkreduce|xmma|_mm_|wmma|dot_kernel", re.I)
 _LAMBDA_DTYPE = re.compile(r"\{lambda\(([\w:<> ]+)\)#\d+\}")
-_FP8_DST = re.compile(r"ConvertTo(Float8\w+?)Fn", re.I)
 _PAIR = re.compile(r"converting_copy_kernel_cuda<\s*([\w:]+)\s*,\s*([\w:]+)\s*>")
 _TRITON_MOVE = re.compile(
     r"^triton_poi_fused_(_to_copy|clone|copy|contiguous)(_(_to_copy|clone|copy|view|t|expand|slice|permute))*_\d+$"
@@ -96,8 +95,7 @@ def _copy(name: str) -> Named:
     if "float16_copy_kernel" in name:
         return Named("copy", "fp32", "fp16", True, strided)
     if "float8_copy_kernel" in name:
-        match = _FP8_DST.search(name)
-        return Named("copy", None, short_name(match[1] + "fn") if match else "fp8_e4m3", True, strided)
+        return Named("copy", None, "fp8_e5m2" if re.search("e5m2", name, re.I) else "fp8_e4m3", True, strided)
     target = next((d for t in _LAMBDA_DTYPE.findall(name) if (d := short_name(t))), None)
     converts = "LoadWithCast" in name or bool(_ROCM_CAST.search(name))
     return Named("copy", None if converts else target, target, converts, strided)
