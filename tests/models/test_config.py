@@ -244,11 +244,11 @@ def test_minicpm3_scales_and_longrope() -> None:
         (V3, {"n_group": 256}, "at least 2 a group"),
         (V3, {"n_group": 7}, "n_group 7 and topk_group 4 for 256 experts"),
         (V3, {"first_k_dense_replace": None}, "has no first_k_dense_replace"),
-        (V3, {"first_k_dense_replace": -1}, "first_k_dense_replace = -1: a positive integer is needed"),
+        (V3, {"first_k_dense_replace": -1}, "first_k_dense_replace = -1: a non-negative integer is needed"),
         (V3, {"moe_layer_freq": 0}, "moe_layer_freq = 0: a positive integer is needed"),
-        (V3, {"mlp_layer_types": ["dense"]}, "61 of dense or sparse are needed"),
+        (V3, {"mlp_layer_types": ["dense"]}, "61 of dense or sparse or moe are needed"),
         (MINICPM3, {"scale_emb": None}, "has no scale_emb"),
-        (MINICPM3, {"scale_depth": "1.4"}, "scale_depth = '1.4': a positive number is needed"),
+        (MINICPM3, {"scale_depth": "1.4"}, "scale_depth = '1.4': a positive number up to 1e\\+06 is needed"),
     ],
 )
 def test_refusals_are_one_sentence(raw: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
@@ -263,9 +263,65 @@ def test_refusals_are_one_sentence(raw: dict[str, Any], changes: dict[str, Any],
         ({"type": "yarn", "factor": 2.0}, "yarn rope has no original_max_position_embeddings"),
         ({**YARN, "factor": 2.0, "truncate": False}, "truncate = False: only True is supported"),
         ({"type": "longrope", "short_factor": [1.0] * 32}, "longrope rope has no original_max_position_embeddings"),
-        ({**YARN, "type": "longrope", "short_factor": [1.0] * 3}, "short_factor must be a list of 32 numbers"),
+        (
+            {**YARN, "type": "longrope", "short_factor": [1.0] * 3},
+            "a list of 32 numbers above 0, up to 1e\\+06, is needed",
+        ),
     ],
 )
 def test_rope_refusals_are_one_sentence(rope: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RopeError, match=sentence):
         ModelConfig.from_hf({**V3, "rope_scaling": rope})
+
+
+GARBAGE: tuple[Any, ...] = (
+    "x", [], [1], [[1]], {}, {"a": 1}, -1, 0, 0.5, True, 10**30, 10**4000, float("nan"), float("inf"), -2.5, 1e300, "\ud800",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", [V2_LITE, V3, KIMI_K2, GLM_FLASH, MINICPM3], ids=["V2-Lite", "V3", "K2", "GLM", "CPM3"])
+def test_any_value_of_any_field_is_accepted_or_one_sentence(raw: dict[str, Any]) -> None:
+    """Whatever stands in a field, also in a nested one: a configuration with finite frequencies, or one short sentence."""
+    extra = ("rope_parameters", "rope_interleave", "mlp_layer_types", "moe_layer_freq", "tie_word_embeddings")
+    cases = [{**raw, name: value} for name in {*raw, *extra} for value in GARBAGE]
+    for key in ("rope_scaling", "rope_parameters"):
+        inner = dict(raw.get("rope_scaling") or {"rope_type": "default", "rope_theta": 1e4})
+        names = {*inner, "rope_theta", "rope_type", "attention_factor", "factor", "mscale", "truncate"}
+        cases += [{**raw, key: {**inner, name: value}} for name in names for value in GARBAGE]
+    for case in cases:
+        try:
+            config = ModelConfig.from_hf(case)
+        except ConfigError as error:
+            assert len(str(error)) < 400 and "\n" not in str(error)
+        else:
+            assert config.rope.inverse_frequencies().isfinite().all()
+            assert 0 < config.sm_scale < 1e3 and 0 < config.rope.cos_factor < 1e4 and config.rope.softmax_factor < 1e6
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rms_norm_eps": 1e30}, "rms_norm_eps = 1e\\+30: a positive number up to 1 is needed"),
+        (
+            {"routed_scaling_factor": float("inf")},
+            "routed_scaling_factor = inf: a positive number up to 1e\\+06 is needed",
+        ),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no': true or false is needed"),
+        ({"norm_topk_prob": "false"}, "norm_topk_prob = 'false': true or false is needed"),
+        ({"rope_interleave": 0}, "rope_interleave = 0: true or false is needed"),
+        ({"eos_token_id": True}, "eos_token_id = True: an integer or a list of them from 0 to 129279 is needed"),
+        ({"eos_token_id": [1, 10**9]}, "an integer or a list of them from 0 to 129279 is needed"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63: an even number is needed"),
+        ({"mlp_layer_types": [["dense"]] * 61}, "61 of dense or sparse or moe are needed"),
+        (
+            {"mlp_layer_types": ["dense"] * 61, "moe_layer_freq": "x"},
+            "moe_layer_freq = 'x': a positive integer is needed",
+        ),
+        ({"rope_scaling": "x"}, "config.json has rope_scaling = 'x': a JSON object is needed"),
+        ({"rope_theta": [1]}, r"config.json has rope_theta = \[1\]: a number of at least 1 up to 1e\+15 is needed"),
+        ({"rope_scaling": {**YARN, "factor": -2}}, "yarn rope has factor = -2: a number of at least 1 up to 1e\\+06"),
+    ],
+)
+def test_senseless_values_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ModelConfig.from_hf({**V3, **changes})

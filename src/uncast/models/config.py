@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from uncast.models.fields import ConfigError, Fields
 from uncast.models.rope import RopeConfig
+
+__all__ = ["SUPPORTED", "ConfigError", "MoEConfig", "ModelConfig"]
 
 SUPPORTED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3")
 _MLP_KINDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse"}
@@ -15,10 +18,7 @@ _DENSE = ("minicpm3",)
 _SOFTMAX_ROUTED = ("deepseek_v2",)
 _ROUTERS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 """`topk_method` and the scoring each is defined for."""
-
-
-class ConfigError(ValueError):
-    """A model configuration that is incomplete, inconsistent or not supported; one sentence."""
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_SCALE = 10_000, 100_000, 1e6
 
 
 @dataclass(frozen=True)
@@ -91,25 +91,28 @@ class ModelConfig:
         Raises:
             ConfigError: unknown architecture, a missing field, or a value outside what the decoder supports.
         """
-        reader = _Reader(raw)
+        reader = Fields(raw, "config.json")
         model_type = reader.text("model_type")
         if model_type not in SUPPORTED:
             raise ConfigError(f"model_type {model_type!r} is not supported: use one of {', '.join(SUPPORTED)}")
         reader.require("hidden_act", "silu")
         for name in ("attention_bias", "mlp_bias"):
             reader.require(name, False)
-        num_layers = reader.integer("num_hidden_layers")
+        num_layers = reader.integer("num_hidden_layers", high=_MAX_LAYERS)
         nope, rope_dim = reader.integer("qk_nope_head_dim"), reader.integer("qk_rope_head_dim")
         kinds = _mlp_kinds(reader, model_type, num_layers)
+        if rope_dim % 2:
+            raise reader.fault("qk_rope_head_dim", "an even number is needed")
         rope = RopeConfig.from_hf(raw, rope_dim, interleaved=_interleaved(reader, model_type))
-        eps, scales = reader.number("rms_norm_eps"), _scales(reader) if model_type == "minicpm3" else {}
+        eps, scales = reader.number("rms_norm_eps", high=1.0), _scales(reader) if model_type == "minicpm3" else {}
+        vocab_size = reader.integer("vocab_size")
         return cls(
             model_type=model_type,
-            vocab_size=reader.integer("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=reader.integer("hidden_size"),
             num_layers=num_layers,
             num_heads=reader.integer("num_attention_heads"),
-            q_lora_rank=reader.integer("q_lora_rank") if raw.get("q_lora_rank") is not None else None,
+            q_lora_rank=reader.integer("q_lora_rank") if "q_lora_rank" in reader else None,
             kv_lora_rank=reader.integer("kv_lora_rank"),
             qk_nope_head_dim=nope,
             qk_rope_head_dim=rope_dim,
@@ -121,115 +124,77 @@ class ModelConfig:
             latent_norm_eps=eps if latent_norm_eps is None else latent_norm_eps,
             rope=rope,
             sm_scale=(nope + rope_dim) ** -0.5 * rope.softmax_factor,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", model_type == "minicpm3")),
+            tie_word_embeddings=reader.boolean("tie_word_embeddings", model_type == "minicpm3"),
             max_position_embeddings=min(reader.integer("max_position_embeddings"), rope.max_position or 2**31 - 1),
-            stop_token_ids=_token_ids(raw.get("eos_token_id")),
+            stop_token_ids=reader.integers("eos_token_id", low=0, high=vocab_size - 1),
             **scales,
         )
 
 
-class _Reader:
-    """Typed access to a parsed config, with one-sentence errors."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-
-    def _get(self, name: str) -> Any:
-        if self.raw.get(name) is None:
-            raise ConfigError(f"config.json has no {name}")
-        return self.raw[name]
-
-    def integer(self, name: str) -> int:
-        value = self._get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"config.json has {name} = {value!r}: a positive integer is needed")
-        return value
-
-    def count(self, name: str) -> int:
-        return 0 if self.raw.get(name) == 0 else self.integer(name)
-
-    def number(self, name: str) -> float:
-        value = self._get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"config.json has {name} = {value!r}: a positive number is needed")
-        return float(value)
-
-    def text(self, name: str) -> str:
-        value = self._get(name)
-        if not isinstance(value, str):
-            raise ConfigError(f"config.json has {name} = {value!r}: a string is needed")
-        return value
-
-    def require(self, name: str, allowed: object) -> None:
-        value = self.raw.get(name, allowed)
-        if value != allowed:
-            raise ConfigError(f"config.json has {name} = {value!r}: only {allowed!r} is supported")
+def _interleaved(reader: Fields, model_type: str) -> bool:
+    return reader.boolean("rope_interleave", model_type != "minicpm3")
 
 
-def _interleaved(reader: _Reader, model_type: str) -> bool:
-    value = reader.raw.get("rope_interleave")
-    return model_type != "minicpm3" if value is None else bool(value)
-
-
-def _v_head_dim(reader: _Reader, model_type: str) -> int:
+def _v_head_dim(reader: Fields, model_type: str) -> int:
     """MiniCPM3's own config leaves it out: hidden_size / heads."""
-    if model_type == "minicpm3" and reader.raw.get("v_head_dim") is None:
+    if model_type == "minicpm3" and "v_head_dim" not in reader:
         return reader.integer("hidden_size") // reader.integer("num_attention_heads")
     return reader.integer("v_head_dim")
 
 
-def _scales(reader: _Reader) -> dict[str, float]:
+def _scales(reader: Fields) -> dict[str, float]:
     return {
-        "embed_scale": reader.number("scale_emb"),
-        "residual_scale": reader.number("scale_depth") / math.sqrt(reader.integer("num_hidden_layers")),
+        "embed_scale": reader.number("scale_emb", high=_MAX_SCALE),
+        "residual_scale": reader.number("scale_depth", high=_MAX_SCALE)
+        / math.sqrt(reader.integer("num_hidden_layers")),
         "logit_scale": reader.integer("dim_model_base") / reader.integer("hidden_size"),
     }
 
 
-def _mlp_kinds(reader: _Reader, model_type: str, num_layers: int) -> tuple[str, ...]:
-    listed = reader.raw.get("mlp_layer_types")
-    if listed is not None:
-        if len(listed) < num_layers or any(kind not in _MLP_KINDS for kind in listed):
-            raise ConfigError(f"config.json has mlp_layer_types {listed!r}: {num_layers} of dense or sparse are needed")
-        return tuple(_MLP_KINDS[kind] for kind in listed[:num_layers])
+def _mlp_kinds(reader: Fields, model_type: str, num_layers: int) -> tuple[str, ...]:
+    # Read, and so checked, even where the list decides.
+    every = reader.integer("moe_layer_freq", 1)
+    first = reader.integer("first_k_dense_replace", low=0) if "first_k_dense_replace" in reader else None
+    if "mlp_layer_types" in reader:
+        return tuple(_MLP_KINDS[kind] for kind in reader.choices("mlp_layer_types", num_layers, tuple(_MLP_KINDS)))
     if model_type in _DENSE:
         return ("dense",) * num_layers
-    first = reader.count("first_k_dense_replace")
-    every = reader.integer("moe_layer_freq") if "moe_layer_freq" in reader.raw else 1
+    if first is None:
+        raise ConfigError("config.json has no first_k_dense_replace")
     return tuple("dense" if layer < first or layer % every else "sparse" for layer in range(num_layers))
 
 
-def _moe(reader: _Reader, model_type: str) -> MoEConfig:
-    raw = reader.raw
+def _moe(reader: Fields, model_type: str) -> MoEConfig:
     scoring, grouped = _router(reader, model_type)
-    normalize = bool(raw.get("norm_topk_prob", scoring == "sigmoid"))
+    normalize = reader.boolean("norm_topk_prob", scoring == "sigmoid")
     if scoring == "softmax" and normalize:
         raise ConfigError(
             "config.json has norm_topk_prob = True with softmax routing: only False is supported, as transformers ignores "
             "it there and DeepSeek's own code then drops routed_scaling_factor"
         )
+    groups, top_groups = (max(1, reader.integer(name, 1, low=0)) for name in ("n_group", "topk_group"))
     moe = MoEConfig(
-        num_experts=reader.integer("n_routed_experts"),
+        num_experts=reader.integer("n_routed_experts", high=_MAX_EXPERTS),
         top_k=reader.integer("num_experts_per_tok"),
-        num_shared=reader.integer("n_shared_experts") if raw.get("n_shared_experts") else 0,
+        num_shared=reader.integer("n_shared_experts", 0, low=0),
         intermediate_size=reader.integer("moe_intermediate_size"),
         scoring=scoring,
-        num_groups=reader.integer("n_group") if grouped and raw.get("n_group") else 1,
-        top_groups=reader.integer("topk_group") if grouped and raw.get("topk_group") else 1,
+        num_groups=groups if grouped else 1,
+        top_groups=top_groups if grouped else 1,
         normalize=normalize,
-        scale=reader.number("routed_scaling_factor") if "routed_scaling_factor" in raw else 1.0,
+        scale=reader.number("routed_scaling_factor", 1.0, high=_MAX_SCALE),
     )
     _check_moe(moe)
     return moe
 
 
-def _router(reader: _Reader, model_type: str) -> tuple[str, bool]:
+def _router(reader: Fields, model_type: str) -> tuple[str, bool]:
     """Scoring, and whether groups limit the choice."""
     softmax = model_type in _SOFTMAX_ROUTED
-    method = reader.raw.get("topk_method") or ("greedy" if softmax else "noaux_tc")
+    method = reader.text("topk_method", "greedy" if softmax else "noaux_tc")
     if method not in _ROUTERS:
         raise ConfigError(f"config.json has topk_method = {method!r}: {', '.join(_ROUTERS)} are supported")
-    scoring = reader.raw.get("scoring_func") or _ROUTERS[method]
+    scoring = reader.text("scoring_func", _ROUTERS[method])
     if scoring != _ROUTERS[method] or (scoring == "softmax") != softmax:
         raise ConfigError(
             f"config.json has topk_method {method!r} with scoring_func {scoring!r}, which {model_type} does not have: "
@@ -251,12 +216,3 @@ def _check_moe(moe: MoEConfig) -> None:
             f"config.json chooses {moe.top_k} experts from {moe.top_groups} groups of {size}: at least 2 a group, and as many "
             "as are chosen, are needed"
         )
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) for token in ids):
-        raise ConfigError(f"config.json has eos_token_id = {value!r}: an integer or a list of them is needed")
-    return tuple(ids)

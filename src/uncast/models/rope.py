@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from uncast.models.fields import ConfigError, Fields
 
-class RopeError(ValueError):
+_MAX_THETA, _MAX_FACTOR, _MAX_TURNS, _MAX_SCALING = 1e15, 1e6, 1e6, 1e3
+
+
+class RopeError(ConfigError):
     """A rope configuration that is not supported; one sentence."""
 
 
@@ -49,38 +53,40 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
-        """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+        """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before); where both name a field,
+        `rope_parameters` has it.
 
         Raises:
-            RopeError: a type other than default, yarn and longrope, or one without its parameters.
+            RopeError: a type other than default, yarn and longrope, or one without its parameters or with senseless ones.
         """
-        params: dict[str, Any] = dict(raw.get("rope_scaling") or {})
-        params.update(raw.get("rope_parameters") or {})
-        theta = params.get("rope_theta", raw.get("rope_theta"))
-        if theta is None:
+        top = Fields(raw, "config.json", RopeError)
+        params = {**top.mapping("rope_scaling"), **top.mapping("rope_parameters")}
+        rope = Fields(params, "config.json's rope", RopeError)
+        if "rope_theta" not in rope and "rope_theta" not in top:
             raise RopeError("config.json has neither rope_parameters.rope_theta nor rope_theta")
-        kind = params.get("rope_type", params.get("type", "default"))
+        theta = (rope if "rope_theta" in rope else top).number("rope_theta", low=1.0, high=_MAX_THETA)
+        kind = rope.text("rope_type", rope.text("type", "default"))
+        rope.where = f"config.json's {kind} rope"
         if kind == "default":
-            return cls(dim, float(theta), interleaved)
+            return cls(dim, theta, interleaved)
         if kind == "longrope":
-            return cls(dim, float(theta), interleaved, **_longrope(raw, params, dim))
+            return cls(dim, theta, interleaved, **_longrope(top, rope, dim))
         if kind != "yarn":
             raise RopeError(f"rope type {kind!r} is not supported: default, yarn and longrope are")
-        _need(params, "yarn", "factor", "original_max_position_embeddings")
-        if params.get("truncate", True) is not True:
-            raise RopeError("config.json's yarn rope has truncate = False: only True is supported")
-        given = params.get("attention_factor")
+        rope.require("truncate", True)
+        if theta == 1.0:
+            raise RopeError("config.json's yarn rope has rope_theta = 1: a number above 1 is needed")
         return cls(
             dim,
-            float(theta),
+            theta,
             interleaved,
-            factor=float(params["factor"]),
-            mscale=float(params.get("mscale") or 0.0),
-            mscale_all_dim=float(params.get("mscale_all_dim") or 0.0),
-            original_max_position=int(params["original_max_position_embeddings"]),
-            beta_fast=float(params.get("beta_fast") or 32.0),
-            beta_slow=float(params.get("beta_slow") or 1.0),
-            attention_factor=None if given is None else float(given),
+            factor=rope.number("factor", low=1.0, high=_MAX_FACTOR),
+            mscale=rope.optional("mscale", high=_MAX_SCALING),
+            mscale_all_dim=rope.optional("mscale_all_dim", high=_MAX_SCALING),
+            original_max_position=rope.integer("original_max_position_embeddings"),
+            beta_fast=rope.optional("beta_fast", high=_MAX_TURNS) or 32.0,
+            beta_slow=rope.optional("beta_slow", high=_MAX_TURNS) or 1.0,
+            attention_factor=_attention_factor(rope),
         )
 
     @property
@@ -118,25 +124,21 @@ class RopeConfig:
         return self.dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
-def _need(params: Mapping[str, Any], kind: str, *names: str) -> None:
-    for name in names:
-        if params.get(name) is None:
-            raise RopeError(f"config.json's {kind} rope has no {name}")
+def _attention_factor(rope: Fields) -> float | None:
+    return rope.number("attention_factor", high=_MAX_SCALING) if "attention_factor" in rope else None
 
 
-def _longrope(raw: Mapping[str, Any], params: dict[str, Any], dim: int) -> dict[str, Any]:
+def _longrope(top: Fields, rope: Fields, dim: int) -> dict[str, Any]:
     """Longrope (arXiv 2402.13753) within its original length: each frequency divided by its short factor; cos and sin scaled by
     sqrt(1 + ln(factor) / ln(original length)), factor = max_position_embeddings / original length."""
-    params.setdefault("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
-    _need(params, "longrope", "short_factor", "original_max_position_embeddings")
-    short, original = params["short_factor"], int(params["original_max_position_embeddings"])
-    if not isinstance(short, list) or len(short) != dim // 2:
-        raise RopeError(f"config.json's longrope short_factor must be a list of {dim // 2} numbers")
-    scaling = params.get("attention_factor")
+    name = "original_max_position_embeddings"
+    original = (rope if name in rope or name not in top else top).integer(name, low=2)
+    short, scaling = rope.numbers("short_factor", dim // 2, high=_MAX_FACTOR), _attention_factor(rope)
     if scaling is None:
-        factor = float(params.get("factor") or raw.get("max_position_embeddings", original) / original)
+        stretched = top.integer("max_position_embeddings", original) / original
+        factor = rope.number("factor", stretched, high=_MAX_FACTOR)
         scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {"short_factor": tuple(map(float, short)), "attention_factor": float(scaling), "max_position": original}
+    return {"short_factor": short, "attention_factor": scaling, "max_position": original}
 
 
 def _mscale(factor: float, mscale: float) -> float:
