@@ -12,7 +12,7 @@ from uncast.doctor.graphs import _matching
 from uncast.doctor.moves import mla_pool_shape
 from uncast.doctor.names import elements, parse_name
 from uncast.doctor.report import Report
-from uncast.doctor.steps import sequence_period
+from uncast.doctor.windows import sequence_period
 
 
 def report(tmp_path: Path, replay: Tracer, captured: Tracer) -> Report:

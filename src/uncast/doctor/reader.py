@@ -7,9 +7,7 @@ show. Category names are those of Kineto today, of 2021 (`Operator`, `Kernel`, .
 from __future__ import annotations
 
 import gc
-import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 from uncast.doctor.chunks import Cutter
+from uncast.doctor.envelope import metadata, no_trace, trailer
 from uncast.doctor.errors import TraceError
 from uncast.doctor.repair import last_event, mend, split_events
 from uncast.doctor.source import ByteSource, Progress
-from uncast.doctor.trace import KERNEL, MEMCPY, MEMSET, Grid, Mark, Trace
+from uncast.doctor.trace import KERNEL, MEMCPY, MEMSET, Mark, Trace
 
 _GPU = {
     "kernel": KERNEL, "Kernel": KERNEL, "gpu_memcpy": MEMCPY, "Memcpy": MEMCPY, "gpu_memset": MEMSET, "Memset": MEMSET,
@@ -90,12 +89,12 @@ def read_trace(path: Path, progress: Progress | None = None) -> Trace:
         if enabled:
             gc.enable()
     if not cutter.found:
-        raise TraceError(_no_trace(path, cutter.start, source.damage))
+        raise TraceError(no_trace(path, cutter.start, source.damage))
     if cutter.lost:
         trace.skipped["bytes in which no event ended"] += cutter.lost
     if source.damage:
         trace.notes.append(f"{source.damage}: what came before it was read")
-    trace.meta.update(_metadata(cutter.head))
+    trace.meta.update(metadata(cutter.head))
     return trace
 
 
@@ -145,7 +144,7 @@ def _feed_last(chunk: bytes, store: _Store) -> None:
     text, rest = last_event(tail.lstrip())
     if text:
         _feed_one(text, store)
-        store.trace.meta.update(_trailer(rest))
+        store.trace.meta.update(trailer(rest))
     elif tail.strip()[:1] not in (b"]", b"}") and not _feed_one(tail, store, quiet=True):
         store.trace.skipped["events cut off at the end"] += 1
 
@@ -269,49 +268,5 @@ def _triple(raw: bytes) -> tuple[int, int, int]:
     if not isinstance(value, list) or not 1 <= len(value) <= 3:
         return (0, 0, 0)
     numbers = [v if isinstance(v, int) and 0 <= v < 2**32 else 0 for v in value]
-    return tuple([*numbers, 1, 1][:3])  # type: ignore[return-value]
-
-
-def _metadata(head: bytes) -> dict[str, Any]:
-    for text in (head + b'"traceEvents":[]}', *_mended_heads(head)):
-        try:
-            value = json.loads(text, strict=False)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            value.pop("traceEvents", None)
-            return value
-    return {}
-
-
-def _mended_heads(head: bytes) -> Iterator[bytes]:
-    start = head.find(b"{")
-    if start > 0:
-        yield head[start:] + b'"traceEvents":[]}'
-
-
-def _trailer(rest: bytes) -> dict[str, Any]:
-    """Keys that follow the array of events."""
-    text = rest.lstrip()
-    if not text.startswith(b"]"):
-        return {}
-    text = text[1:].lstrip().removeprefix(b",").strip()
-    if len(text) > 1 << 20:
-        return {}
-    try:
-        value = json.loads(b"{" + text, strict=False)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _no_trace(path: Path, start: bytes, damage: str) -> str:
-    if damage:
-        return f"{path} holds no events of a profiler trace: {damage}"
-    text = start.lstrip()
-    if text[:1] not in (b"{", b"["):
-        return f"{path} is no PyTorch profiler trace: it starts with {text[:16]!r}, not with JSON"
-    return f"{path} is JSON but no PyTorch profiler trace: it has no list `traceEvents`"
-
-
-__all__ = ["Grid", "TraceError", "read_trace"]
+    x, y, z = [*numbers, 1, 1][:3]
+    return (x, y, z)
