@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from uncast.latent.codec import ScaleError, decode_rows, ds_mla_scales, encode_rows, new_counters, store_rows
+from uncast.latent.codec import RowError, ScaleError, decode_rows, ds_mla_scales, encode_rows, new_counters, store_rows
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 
 
@@ -133,3 +133,34 @@ def test_store_rows_skips_negative_slots() -> None:
     rows = torch.arange(3, dtype=torch.uint8)[:, None].expand(3, 576)
     store_rows(cache, rows, torch.tensor([5, -1, 0]))
     assert cache.view(8, 576)[:, 0].tolist() == [2, 7, 7, 7, 7, 0, 7, 7]
+
+
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+def test_no_rows_are_no_bytes(name: str) -> None:
+    layout = row_layout(name)
+    rows = encode_rows(torch.zeros(0, 512), torch.zeros(0, 64), layout, counters=new_counters())
+    assert rows.shape == (0, layout.row_bytes)
+    assert [tuple(part.shape) for part in decode_rows(rows, layout)] == [(0, 512), (0, 64)]
+
+
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+@pytest.mark.parametrize(
+    ("ckv", "kpe"),
+    [
+        (torch.zeros(2, 511), torch.zeros(2, 65)),
+        (torch.zeros(2, 512), torch.zeros(3, 64)),
+        (torch.zeros(512), torch.zeros(64)),
+        (torch.zeros(2, 512, dtype=torch.int32), torch.zeros(2, 64)),
+    ],
+)
+def test_rows_of_another_shape_are_refused(name: str, ckv: torch.Tensor, kpe: torch.Tensor) -> None:
+    with pytest.raises(RowError, match="need floats"):
+        encode_rows(ckv, kpe, row_layout(name))
+
+
+def test_rows_and_counters_that_would_be_broadcast_are_refused() -> None:
+    rows, cache = torch.ones(1, 2, dtype=torch.uint8), torch.zeros(1, 4, 576, dtype=torch.uint8)
+    with pytest.raises(RowError, match=r"rows are \[1, 2\]: 1 slots of this cache need \[1, 576\]"):
+        store_rows(cache, rows, torch.tensor([0]))
+    with pytest.raises(RowError, match=r"counters is torch\.int64"):
+        encode_rows(torch.zeros(1, 512), torch.zeros(1, 64), row_layout("fp8_e4m3"), counters=new_counters()[:2])

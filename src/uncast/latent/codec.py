@@ -25,6 +25,10 @@ class ScaleError(ValueError):
     """A scale that is not positive and finite, or given for a layout that has none."""
 
 
+class RowError(ValueError):
+    """Rows that do not fit the layout or the cache."""
+
+
 def check_scale(layout: RowLayout, name: str, scale: Scale) -> None:
     """Raises `ScaleError` in one sentence; a device tensor's value is not looked at."""
     if scale is None:
@@ -66,7 +70,7 @@ def ds_mla_scales(ckv: torch.Tensor) -> torch.Tensor:
     Source: FlashMLA's `tests/quant.py` and vLLM's `concat_and_cache_ds_mla`. NaN and infinities do not count for amax, so a
     tile that holds one keeps a finite scale.
     """
-    tiles = ckv.to(torch.float32).reshape(*ckv.shape[:-1], -1, DS_MLA_TILE)
+    tiles = ckv.to(torch.float32).reshape(*ckv.shape[:-1], ckv.shape[-1] // DS_MLA_TILE, DS_MLA_TILE)
     amax = tiles.abs().masked_fill(~tiles.isfinite(), 0.0).amax(-1)
     return ceil_pow2((amax / e4m3.E4M3_MAX).clamp_min(DS_MLA_MIN_SCALE))
 
@@ -92,7 +96,9 @@ def encode_rows(
 
     Raises:
         ScaleError: see `check_scale`.
+        RowError: ckv, kpe or counters of another shape or dtype.
     """
+    _check_rows(ckv, kpe, layout, counters)
     check_scale(layout, "ckv_scale", ckv_scale)
     check_scale(layout, "kpe_scale", kpe_scale)
     if not layout.is_fp8:
@@ -105,6 +111,16 @@ def encode_rows(
     scaled = ckv.to(torch.float32) / scales.repeat_interleave(DS_MLA_TILE, -1)
     codes = _encode_e4m3(scaled, counters)
     return torch.cat([codes, scales.view(torch.uint8), kpe.to(torch.bfloat16).contiguous().view(torch.uint8)], dim=-1)
+
+
+def _check_rows(ckv: torch.Tensor, kpe: torch.Tensor, layout: RowLayout, counters: torch.Tensor | None) -> None:
+    for name, rows, width in (("ckv", ckv, layout.kv_lora_rank), ("kpe", kpe, layout.qk_rope_head_dim)):
+        if tuple(rows.shape) != (ckv.shape[0], width) or not rows.is_floating_point():
+            raise RowError(
+                f"{name} is {rows.dtype} {list(rows.shape)}: rows of {layout.name} need floats [{ckv.shape[0]}, {width}]"
+            )
+    if counters is not None and (counters.dtype != torch.int64 or tuple(counters.shape) != (3,)):
+        raise RowError(f"counters is {counters.dtype} {list(counters.shape)}: it must be int64 [3]")
 
 
 def decode_rows(
@@ -147,7 +163,16 @@ def _multiply(x: torch.Tensor, scale: Scale) -> torch.Tensor:
 
 def store_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Puts rows [n, row_bytes] into cache [num_pages, page_size, row_bytes] at slot = page * page_size + offset (int64 [n]);
-    negative slots are skipped."""
+    negative slots are skipped.
+
+    Raises:
+        RowError: rows of another width than the cache's, or not as many as slots.
+    """
+    if tuple(rows.shape) != (slot_mapping.shape[0], cache.shape[-1]):
+        raise RowError(
+            f"rows are {list(rows.shape)}: {slot_mapping.shape[0]} slots of this cache need "
+            f"[{slot_mapping.shape[0]}, {cache.shape[-1]}]"
+        )
     keep = slot_mapping >= 0
     flat = cache.view(-1, cache.shape[-1])
     flat[slot_mapping[keep].long()] = rows[keep]
