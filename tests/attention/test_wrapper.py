@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -67,8 +68,32 @@ def plan(attention: MLAPagedAttention, **changes: Any) -> Any:
         ({"qo_indptr": int32(1, 2)}, "qo_indptr must start at 0"),
         ({"seq_lens": None}, "give either kv_indptr, kv_indices and kv_len_arr, or block_tables and seq_lens"),
         ({"block_tables": int32(0, 1)}, "block_tables must be"),
+        ({"block_tables": [[0, 1]]}, "block_tables is a list: it must be an int32 torch.Tensor"),
+        ({"seq_lens": int32(70, 0, 1, 0)[::2]}, "kv_len_arr is a strided view"),
+        ({"sm_scale": math.inf}, "sm_scale is inf: it must be positive and finite"),
+        ({"num_pages": -7}, "num_pages is -7: it must be a whole number, 0 or more"),
+        ({"total_q": -1}, "total_q is -1: it must be a whole number"),
+        ({"max_kv_len": 1.5}, "max_kv_len is 1.5: it must be a whole number"),
+        ({"page_size": 64.0}, "page_size is 64.0: it must be a whole number"),
+        # contents, always checked on a CPU
+        ({"seq_lens": int32(129)}, "request 0 has 129 cached tokens: its 2 pages of 64 hold 0 to 128"),
+        ({"seq_lens": int32(-1)}, "request 0 has -1 cached tokens"),
+        ({"max_kv_len": 1}, "max_kv_len is 1, but request 0 has 70 cached tokens"),
+        ({"block_tables": int32(0, -1)[None]}, "a live page of kv_indices or block_tables is -1"),
+        ({"block_tables": int32(0, 9)[None], "num_pages": 9}, "block_tables is 9: the pool has 9 pages"),
+        ({"qo_indptr": int32(0, 3), "max_q_len": 2, "total_q": 3}, "max_q_len is 2, but a request has 3 query rows"),
+        ({"qo_indptr": int32(5, 7), "max_q_len": 2, "total_q": 7}, "qo_indptr must start at 0"),
+        ({"max_q_len": 1, "total_q": 5}, "total_q is 5, but qo_indptr ends at 1"),
+        ({"max_q_len": 1, "total_q": 0}, "total_q is 0, but qo_indptr ends at 1"),
+        (
+            {
+                "qo_indptr": int32(0, 3, 1), "max_q_len": 3, "total_q": 1, "block_tables": int32(0, 1).repeat(2, 1),
+                "seq_lens": int32(3, 3),
+            },
+            "qo_indptr must start at 0 and not decrease",
+        ),
     ],
-)
+)  # fmt: skip
 def test_impossible_problems_are_refused_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         plan(MLAPagedAttention("torch_cpu"), **changes)
@@ -130,7 +155,10 @@ def test_out_and_lse_are_written_in_place() -> None:
 
 
 def test_unknown_and_missing_backends() -> None:
-    with pytest.raises(UnknownBackend, match="unknown attention backend 'flash': use auto or one of flashinfer_fa2, .*, native, torch_cpu"):
+    with pytest.raises(
+        UnknownBackend,
+        match=r"unknown attention backend 'flash': use auto or one of flashinfer_fa2, .*, native, torch_cpu",
+    ):
         MLAPagedAttention("flash")
     registry.register("absent", "no_such_package.x:Y")
     try:
@@ -138,6 +166,38 @@ def test_unknown_and_missing_backends() -> None:
             MLAPagedAttention("absent")
     finally:
         registry._BACKENDS.pop("absent")
+    for name in (None, 3):
+        with pytest.raises(UnknownBackend, match=f"unknown attention backend {name}"):
+            MLAPagedAttention(name)  # type: ignore[arg-type]
+    for name in ("pool_cast:auto", "gather_cast:pool_cast:torch_cpu"):
+        with pytest.raises(UnknownBackend, match=f"attention backend '{name}': .* is none of them"):
+            MLAPagedAttention(name)
+
+
+class NeedsLibrary(Backend):
+    name = "needs_library"
+
+    def __init__(self) -> None:
+        import no_such_library  # noqa: F401
+
+    def capability(self, spec: ProblemSpec) -> Capability:
+        return Capability.claimed()
+
+    def plan(self, problem: Any) -> None: ...
+
+    def run(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_a_backend_whose_library_is_not_installed_is_one_sentence() -> None:
+    registry.register("needs_library", f"{__name__}:NeedsLibrary")
+    try:
+        for name in ("needs_library", "pool_cast:needs_library"):
+            with pytest.raises(
+                UnknownBackend, match="'needs_library' cannot be imported: No module named 'no_such_lib"
+            ):
+                MLAPagedAttention(name)
+    finally:
+        registry._BACKENDS.pop("needs_library")
 
 
 class Picky(Backend):

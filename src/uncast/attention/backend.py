@@ -40,9 +40,16 @@ class Capability:
 
 
 class Backend(ABC):
-    """One way to compute MLA over a paged latent cache."""
+    """One way to compute MLA over a paged latent cache.
+
+    Attributes:
+        name: as registered.
+        copy_layout: None for a backend that reads the cache as stored; else the layout of the copy that it attends to, whose
+            rounded values, not the stored ones, are what its accuracy is measured against.
+    """
 
     name: str
+    copy_layout: str | None = None
 
     @abstractmethod
     def capability(self, spec: ProblemSpec) -> Capability:
@@ -96,10 +103,13 @@ class Backend(ABC):
         store_rows(cache.view(torch.uint8), rows, slot_mapping)
 
     def bytes_read(self, problem: Problem) -> int:
-        """Cache bytes (and bytes of copies of the cache) one `run` reads. Reads lengths, so it may sync: never in a step."""
+        """Cache bytes (and bytes of copies of the cache) one `run` of `problem` reads, whatever was planned since.
+
+        Reads lengths, so it may sync: never in a step.
+        """
         row_bytes = problem.spec.layout.row_bytes
         return int(problem.kv_len_arr.sum().item()) * row_bytes
 
     def bytes_written(self, problem: Problem) -> int:
-        """Bytes of copies of the cache one `run` writes; 0 for a backend that reads it as stored."""
+        """Bytes of copies of the cache one `run` of `problem` writes; 0 for a backend that reads it as stored."""
         return 0

@@ -9,6 +9,7 @@ page `j` of request `b` is `kv_indices[kv_indptr[b] + j]`. A block table is the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -65,6 +66,9 @@ class ProblemSpec:
 
     def check(self) -> None:
         """Raises `ProblemError` in one sentence if the spec is not a possible problem."""
+        for name in ("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "max_q_len"):
+            if not isinstance(getattr(self, name), int):
+                raise ProblemError(f"{name} is {getattr(self, name)!r}: it must be a whole number")
         if not 1 <= self.num_heads <= 128:
             raise ProblemError(f"num_heads is {self.num_heads}: allowed are 1 to 128")
         if not 1 <= self.page_size <= MAX_PAGE_SIZE or self.page_size & (self.page_size - 1):
@@ -73,8 +77,8 @@ class ProblemSpec:
             raise ProblemError(f"q_data_type is {self.q_data_type}: allowed are bfloat16, float16 and float32")
         if self.lse_base not in ("2", "e"):
             raise ProblemError(f"lse_base is {self.lse_base!r}: allowed are '2' and 'e'")
-        if not self.sm_scale > 0:
-            raise ProblemError(f"sm_scale is {self.sm_scale}: it must be positive")
+        if not 0 < self.sm_scale < math.inf:
+            raise ProblemError(f"sm_scale is {self.sm_scale}: it must be positive and finite")
         if self.max_q_len < 1:
             raise ProblemError(f"max_q_len is {self.max_q_len}: it must be at least 1")
         row_layout(self.kv_layout, self.head_dim_ckv, self.head_dim_kpe)
@@ -91,7 +95,10 @@ class Problem:
         kv_indices: [any], page numbers; entries past a request's live pages may hold anything.
         kv_len_arr: [batch], cached tokens incl. this call's; 0 gives output 0 and LSE -inf.
         total_q: rows of q_nope, `qo_indptr[-1]` (or an upper bound of it, under a captured graph).
+            Rows from `qo_indptr[-1]` on are not written.
         max_kv_len: an upper bound of `kv_len_arr`, from shapes: it bounds launch grids, never a result.
+        num_pages: pages of the pool, if the caller said so.
+        pages_per_request: width of the block table that `kv_indices` is a view of; None for page lists.
     """
 
     spec: ProblemSpec
@@ -102,6 +109,7 @@ class Problem:
     total_q: int
     max_kv_len: int
     num_pages: int | None = field(default=None)
+    pages_per_request: int | None = field(default=None)
 
     @property
     def batch_size(self) -> int:

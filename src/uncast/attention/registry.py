@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from uncast.attention.backend import Backend
 
@@ -47,11 +48,15 @@ def create(name: str) -> Backend:
     Raises:
         UnknownBackend: in one sentence, with the known names.
     """
-    wrapper, _, inner = name.partition(":")
-    if inner and wrapper in _WRAPPERS and inner in _BACKENDS:
-        backend = _load(_WRAPPERS[wrapper])(create(inner))
+    wrapper, _, inner = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if inner and wrapper in _WRAPPERS:
+        if inner not in _BACKENDS:
+            raise UnknownBackend(
+                f"attention backend {name!r}: {wrapper} takes one of {', '.join(_BACKENDS)}, and {inner!r} is none of them"
+            )
+        backend = _make(name, _WRAPPERS[wrapper], create(inner))
     elif name in _BACKENDS:
-        backend = _load(_BACKENDS[name])()
+        backend = _make(name, _BACKENDS[name])
     else:
         raise UnknownBackend(f"unknown attention backend {name!r}: use auto or one of {', '.join(names())}")
     if not isinstance(backend, Backend):
@@ -59,9 +64,10 @@ def create(name: str) -> Backend:
     return backend
 
 
-def _load(path: str):  # type: ignore[no-untyped-def]
+def _make(name: str, path: str, *inner: Backend) -> Any:
+    """An instance of the class at `path`; a backend imports its library in its module or when it is made."""
     module, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise UnknownBackend(f"the attention backend at {path} cannot be imported: {error}") from None
+        return getattr(importlib.import_module(module), attribute)(*inner)
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        raise UnknownBackend(f"the attention backend {name!r} cannot be imported: {error}") from None

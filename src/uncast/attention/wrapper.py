@@ -8,16 +8,19 @@ out = attention.run(q_nope, q_pe, cache)       # absorbed queries [total_q, head
 
 from __future__ import annotations
 
+import threading
 import warnings
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 
 from uncast.attention import registry
 from uncast.attention.backend import Backend
-from uncast.attention.metadata import check_run, normalise
-from uncast.attention.problem import Problem, ProblemError, ProblemSpec
+from uncast.attention.contents import check_contents, check_slots
+from uncast.attention.metadata import normalise
+from uncast.attention.operands import check_run, check_write
+from uncast.attention.plan import AttentionPlan
+from uncast.attention.problem import ProblemError, ProblemSpec
 from uncast.latent.codec import Scale, check_scale
 
 
@@ -47,39 +50,11 @@ def is_verified(backend: str, spec: ProblemSpec) -> bool:
     return (backend, combination(spec)) in _verified
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
-    """What `plan` decided. Byte counts are per layer and lazy: they read lengths from the device, so ask outside a step.
-
-    Attributes:
-        backend: the name of the backend that will run.
-        status: "verified" or "claimed".
-        problem: spec and metadata.
-    """
-
-    backend: str
-    status: str
-    problem: Problem
-    _impl: Backend
-
-    @cached_property
-    def bytes_needed(self) -> int:
-        """Cache bytes that attention over this batch must read once: live rows times row_bytes."""
-        return int(self.problem.kv_len_arr.sum().item()) * self.problem.spec.layout.row_bytes
-
-    @cached_property
-    def bytes_read(self) -> int:
-        """Bytes of the cache, and of copies of it, that the backend reads."""
-        return self._impl.bytes_read(self.problem)
-
-    @cached_property
-    def bytes_written(self) -> int:
-        """Bytes of copies of the cache that the backend writes; 0 when the cache is read as stored."""
-        return self._impl.bytes_written(self.problem)
-
-
 class MLAPagedAttention:
     """MLA over a paged latent cache.
+
+    An object holds one plan and its scratch. Threads may share a plan (calls take turns on the host; on a GPU they must be on
+    one stream), but a thread that plans has an object of its own: `run` refuses where another thread has planned since.
 
     Args:
         backend: "auto" (the first that can, verified before claimed) or a registered name.
@@ -90,6 +65,8 @@ class MLAPagedAttention:
         self.requested, self.strict = backend, strict
         self._impl: Backend | None = None
         self._plan: AttentionPlan | None = None
+        self._lock = threading.RLock()
+        self._own = threading.local()
         if backend != "auto":
             self._impl = registry.create(backend)
 
@@ -133,6 +110,7 @@ class MLAPagedAttention:
         return_lse: bool = False,
         lse_base: str = "2",
         batch_invariant: bool = False,
+        validate: bool = False,
     ) -> AttentionPlan:
         """Chooses and prepares a backend for one batch.
 
@@ -142,7 +120,10 @@ class MLAPagedAttention:
             block_tables, seq_lens: int32 [batch, width] (rows of any stride) and [batch].
             max_q_len, max_kv_len, total_q: bounds for launch grids. Left out, they come from shapes, and `max_q_len` and
                 `total_q` from `qo_indptr`'s values (a device sync when it is on a GPU; give them under graph capture).
-            num_pages: pages of the pool, for byte counts of backends that touch all of it.
+            num_pages: pages of the pool: bounds page numbers, and byte counts of backends that touch all of it.
+            validate: the debug mode. Also checks the contents of metadata here and in every `run`, and slots in every `write`:
+                query starts, lengths against pages and `max_kv_len`, numbers of live pages. On a CPU this is always done. On a
+                GPU each check syncs with the device, so it cannot be captured in a graph.
             others: see `ProblemSpec`.
 
         Raises:
@@ -158,11 +139,18 @@ class MLAPagedAttention:
             ),
             max_q_len, max_kv_len, total_q, num_pages,
         )  # fmt: skip
-        impl = self._select(problem.spec)
-        status = self._status(impl, problem.spec)
-        impl.plan(problem)
-        self._impl, self._plan = impl, AttentionPlan(impl.name, status, problem, impl)
-        return self._plan
+        validate = validate or problem.spec.device == "cpu"
+        if validate:
+            check_contents(problem)
+        counted = replace(problem, kv_len_arr=problem.kv_len_arr.clone())
+        with self._lock:
+            impl = self._select(problem.spec)
+            status = self._status(impl, problem.spec)
+            self._plan = None  # a backend that fails half-way holds neither plan
+            impl.plan(problem)
+            self._impl = impl
+            self._plan = self._own.plan = AttentionPlan(impl.name, status, problem, validate, impl, counted)
+            return self._plan
 
     def resolve(self, spec: ProblemSpec) -> str:
         """The name of the backend that `plan` would choose for `spec`, without a warning for a claimed one.
@@ -192,17 +180,19 @@ class MLAPagedAttention:
         Raises:
             ProblemError: called before `plan`, or with tensors that do not match it.
         """
-        if self._plan is None or self._impl is None:
-            raise ProblemError("run() was called before plan()")
-        spec = self._plan.problem.spec
-        check_run(self._plan.problem, q_nope, q_pe, cache)
-        check_scale(spec.layout, "ckv_scale", ckv_scale)
-        check_scale(spec.layout, "kpe_scale", kpe_scale)
-        out = torch.empty_like(q_nope, memory_format=torch.contiguous_format) if out is None else out
-        if lse is None and (return_lse or spec.return_lse):
-            lse = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
-        cache = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
-        self._impl.run(q_nope, q_pe, cache, ckv_scale=ckv_scale, kpe_scale=kpe_scale, out=out, lse=lse)
+        with self._lock:
+            plan, impl = self._current("run")
+            spec = plan.problem.spec
+            check_run(plan.problem, q_nope, q_pe, cache, out, lse)
+            check_scale(spec.layout, "ckv_scale", ckv_scale)
+            check_scale(spec.layout, "kpe_scale", kpe_scale)
+            if plan.validate:
+                check_contents(plan.problem, cache.shape[0])
+            out = torch.empty_like(q_nope, memory_format=torch.contiguous_format) if out is None else out
+            if lse is None and (return_lse or spec.return_lse):
+                lse = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
+            cache = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
+            impl.run(q_nope, q_pe, cache, ckv_scale=ckv_scale, kpe_scale=kpe_scale, out=out, lse=lse)
         if return_lse or spec.return_lse:
             assert lse is not None
             return out, lse
@@ -219,13 +209,29 @@ class MLAPagedAttention:
         kpe_scale: Scale = None,
         counters: torch.Tensor | None = None,
     ) -> None:
-        """Stores new rows in the planned layout; see `Backend.write`. Call it before `run`: attention reads what is stored."""
+        """Stores new rows in the planned layout; see `Backend.write`. Call it before `run`: attention reads what is stored.
+
+        Raises:
+            ProblemError: called before `plan`, or with tensors that do not match it or a slot past the cache.
+        """
+        with self._lock:
+            plan, impl = self._current("write")
+            check_write(plan.problem, ckv, kpe, cache, slot_mapping, counters)
+            if plan.validate:
+                check_slots(slot_mapping, cache.shape[0] * cache.shape[1])
+            impl.write(
+                ckv, kpe, cache, slot_mapping.contiguous(),
+                kv_layout=plan.problem.spec.kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
+            )  # fmt: skip
+
+    def _current(self, call: str) -> tuple[AttentionPlan, Backend]:
         if self._plan is None or self._impl is None:
-            raise ProblemError("write() was called before plan()")
-        self._impl.write(
-            ckv, kpe, cache, slot_mapping,
-            kv_layout=self._plan.problem.spec.kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
-        )  # fmt: skip
+            raise ProblemError(f"{call}() was called before plan()")
+        if getattr(self._own, "plan", self._plan) is not self._plan:
+            raise ProblemError(
+                f"{call}() was called after another thread's plan(): a thread that plans needs an MLAPagedAttention of its own"
+            )
+        return self._plan, self._impl
 
     def _select(self, spec: ProblemSpec) -> Backend:
         if self.requested != "auto":
@@ -237,7 +243,11 @@ class MLAPagedAttention:
         reasons: list[str] = []
         able: list[Backend] = []
         for name in registry.AUTO_ORDER[spec.device]:
-            impl = self._impl if self._impl is not None and self._impl.name == name else registry.create(name)
+            try:
+                impl = self._impl if self._impl is not None and self._impl.name == name else registry.create(name)
+            except registry.UnknownBackend as error:
+                reasons.append(str(error))
+                continue
             capability = impl.capability(spec)
             if capability.ok:
                 able.append(impl)
@@ -262,8 +272,12 @@ class MLAPagedAttention:
 
 
 def _alternatives(spec: ProblemSpec, asked: str) -> str:
-    others = []
-    for name in registry.AUTO_ORDER[spec.device]:
-        if name != asked and registry.create(name).capability(spec).ok:
-            others.append(name)
+    try:
+        others = [
+            name
+            for name in registry.AUTO_ORDER[spec.device]
+            if name != asked and registry.create(name).capability(spec).ok
+        ]
+    except registry.UnknownBackend:
+        others = []
     return f"; use {' or '.join(others)}" if others else "; no other backend here can either"

@@ -19,6 +19,8 @@ from uncast.latent.codec import Scale
 class GatherCastBackend(Backend):
     """An inner backend over a BF16 copy of the live pages, packed in request order."""
 
+    copy_layout = "bf16"
+
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.name = f"gather_cast:{inner.name}"
@@ -39,7 +41,16 @@ class GatherCastBackend(Backend):
         indptr[1:] = live.cumsum(0)
         packed = torch.arange(total, dtype=torch.int32, device=device)
         self._problem = problem
-        self.inner.plan(replace(problem, spec=inner_spec(spec), kv_indptr=indptr, kv_indices=packed))
+        self.inner.plan(
+            replace(
+                problem,
+                spec=inner_spec(spec),
+                kv_indptr=indptr,
+                kv_indices=packed,
+                num_pages=total,
+                pages_per_request=None,
+            )
+        )
 
     def run(
         self,
@@ -58,8 +69,15 @@ class GatherCastBackend(Backend):
         self.inner.run(q_nope, q_pe, self._scratch, ckv_scale=None, kpe_scale=None, out=out, lse=lse)
 
     def bytes_read(self, problem: Problem) -> int:
-        spec, rows = problem.spec, self._pages.shape[0] * problem.spec.page_size
-        return rows * spec.layout.row_bytes + self.inner.bytes_read(replace(problem, spec=inner_spec(spec)))
+        return _live_rows(problem) * problem.spec.layout.row_bytes + self.inner.bytes_read(
+            replace(problem, spec=inner_spec(problem.spec))
+        )
 
     def bytes_written(self, problem: Problem) -> int:
-        return self._scratch.numel()
+        return _live_rows(problem) * bf16_row_bytes(problem.spec)
+
+
+def _live_rows(problem: Problem) -> int:
+    """Rows of live pages, the unused ends of last pages included."""
+    page_size = problem.spec.page_size
+    return int(((problem.kv_len_arr + (page_size - 1)) // page_size).sum()) * page_size

@@ -18,17 +18,17 @@ from uncast.latent.codec import Scale
 class PoolCastBackend(Backend):
     """An inner backend over a BF16 copy of all pages, live or not."""
 
+    copy_layout = "bf16"
+
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.name = f"pool_cast:{inner.name}"
-        self._num_pages: int | None = None
 
     def capability(self, spec: ProblemSpec) -> Capability:
         return recast_capability(self.name, self.inner, spec)
 
     def plan(self, problem: Problem) -> None:
         self._problem = problem
-        self._num_pages = problem.num_pages
         self.inner.plan(replace(problem, spec=inner_spec(problem.spec)))
 
     def run(
@@ -43,19 +43,19 @@ class PoolCastBackend(Backend):
         lse: torch.Tensor | None,
     ) -> None:
         spec = self._problem.spec
-        self._num_pages = cache.shape[0]
         copy = torch.empty((*cache.shape[:2], bf16_row_bytes(spec)), dtype=torch.uint8, device=cache.device)
         cast_rows(cache.view(-1, cache.shape[-1]), spec.layout, ckv_scale, kpe_scale, copy.view(-1, copy.shape[-1]))
         self.inner.run(q_nope, q_pe, copy, ckv_scale=None, kpe_scale=None, out=out, lse=lse)
 
     def bytes_read(self, problem: Problem) -> int:
         live = self.inner.bytes_read(replace(problem, spec=inner_spec(problem.spec)))
-        return self._pool_rows(problem) * problem.spec.layout.row_bytes + live
+        return _pool_rows(problem) * problem.spec.layout.row_bytes + live
 
     def bytes_written(self, problem: Problem) -> int:
-        return self._pool_rows(problem) * bf16_row_bytes(problem.spec)
+        return _pool_rows(problem) * bf16_row_bytes(problem.spec)
 
-    def _pool_rows(self, problem: Problem) -> int:
-        if self._num_pages is None:
-            raise ProblemError("pool_cast moves the whole pool: give num_pages to plan(), or run() once before asking")
-        return self._num_pages * problem.spec.page_size
+
+def _pool_rows(problem: Problem) -> int:
+    if problem.num_pages is None:
+        raise ProblemError("pool_cast moves the whole pool: give num_pages to plan() for its byte counts")
+    return problem.num_pages * problem.spec.page_size

@@ -1,0 +1,49 @@
+"""`AttentionPlan`: what `MLAPagedAttention.plan` decided, and the cache bytes of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from uncast.attention.backend import Backend
+from uncast.attention.problem import Problem
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What `plan` decided. Byte counts are per layer and of the lengths at planning: refilled buffers and later plans do not
+    change them. They are lazy and read lengths from the device, so ask outside a step.
+
+    Attributes:
+        backend: the name of the backend that will run.
+        status: "verified" or "claimed".
+        problem: spec and metadata.
+        validate: whether `run` and `write` check the contents of their metadata, too; always on a CPU.
+    """
+
+    backend: str
+    status: str
+    problem: Problem
+    validate: bool
+    _impl: Backend
+    _counted: Problem
+
+    @cached_property
+    def bytes_needed(self) -> int:
+        """Cache bytes that attention over this batch must read once: live rows times row_bytes."""
+        return int(self._counted.kv_len_arr.sum().item()) * self._counted.spec.layout.row_bytes
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """Bytes of the cache, and of copies of it, that the backend reads."""
+        return self._impl.bytes_read(self._counted)
+
+    @cached_property
+    def bytes_written(self) -> int:
+        """Bytes of copies of the cache that the backend writes; 0 when the cache is read as stored."""
+        return self._impl.bytes_written(self._counted)
+
+    @property
+    def copy_layout(self) -> str | None:
+        """The layout of the copy that the backend attends to; None when it reads the cache as stored."""
+        return self._impl.copy_layout
