@@ -176,7 +176,7 @@ def _needed(scene: Scene, kind: str, move: Move, calls: float) -> tuple[int | No
             each = f"{row * width:,} bytes a call for every live token" if row else "unknown"
             return None, f"live tokens unknown ({each}); give --live-tokens or --metrics-url"
         if not row:
-            return None, "the pool's row is unknown"
+            return None, "only the number of elements is known: it may be a weight too; the capture pass tells"
         return round(
             min(scene.live_tokens, tokens) * row * width * calls
         ), f"{count(scene.live_tokens)} live tokens, {scene.live_source}"
