@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.fixtures import build_hf
 from tests.models.helpers import step
-from uncast.checkpoints.load import load_model
-from uncast.checkpoints.source import CheckpointError
+from uncast.checkpoints.files import CheckpointError
+from uncast.checkpoints.load import load_config, load_model
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
 
@@ -104,7 +105,7 @@ def test_shards_load_as_one_file_does(folder: Path) -> None:
     assert torch.equal(expected, logits(folder))
 
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"cannot open .*model-00002-of-00002.safetensors"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*model-00002-of-00002.safetensors"):
         load_model(folder)
 
 
@@ -190,3 +191,62 @@ def test_k_scale_of_the_checkpoint_sets_both_scales(folder: Path) -> None:
     edit_tensors(folder, **{"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(float("nan"))})
     with pytest.raises(CheckpointError, match="is not one positive finite number"):
         load_model(folder)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 7])
+def test_a_senseless_block_scale_is_named(folder: Path, value: float) -> None:
+    to_fp8_blocks(folder)
+    edit_tensors(folder, **{f"{KV_A}_scale_inv": torch.full((5, 2), value)})
+    with pytest.raises(CheckpointError, match=f"{KV_A}_scale_inv .*(positive finite|floating-point) numbers"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "sentence"),
+    [
+        ("x", "quantization_config = 'x': a JSON object is needed"),
+        ([], r"quantization_config = \[\]: a JSON object is needed"),
+        ({"quant_method": ["fp8"]}, r"quant_method = \['fp8'\]: a string is needed"),
+        ({"quant_method": "fp8", "weight_block_size": 5}, "weight_block_size = 5: a list of 2 integers"),
+        ({"quant_method": "fp8", "weight_block_size": [True, 128]}, "a list of 2 integers"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "a list of 2 integers"),
+    ],
+)
+def test_a_senseless_quantization_is_one_sentence(folder: Path, quantization: object, sentence: str) -> None:
+    edit_config(folder, quantization_config=quantization)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", WEIGHTS, "model.safetensors.index.json"])
+def test_only_regular_files_are_read(folder: Path, name: str) -> None:
+    """A pipe would hang, a device never end, a folder or a circle of links must not look like an absent file."""
+    path = folder / name
+    for make in (os.mkfifo, os.mkdir, lambda p: os.symlink(p, p), lambda p: os.symlink("/dev/zero", p)):
+        path.unlink(missing_ok=True) if not path.is_dir() else path.rmdir()
+        make(path)
+        with pytest.raises(CheckpointError, match=f"cannot read .*{name}: "):
+            load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{}", b'{"vocab_size":' + b"9" * 5000 + b"}", b""]
+)
+def test_any_bytes_of_a_config_are_one_sentence(folder: Path, raw: bytes) -> None:
+    (folder / "config.json").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"is not (JSON|UTF-8)"):
+        load_config(folder)
+
+
+def test_end_tokens_of_both_files_count(folder: Path) -> None:
+    edit_config(folder, eos_token_id=7)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert load_config(folder).stop_token_ids == (7, 9)
+    edit_config(folder, eos_token_id=...)
+    assert load_config(folder).stop_token_ids == (7, 9)
+    for bad in ("true", "-1", "[512]", '"7"', "[null]"):
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {bad}}}')
+        with pytest.raises(
+            CheckpointError, match=r"generation_config.json has eos_token_id = .* from 0 to 511 is needed"
+        ):
+            load_config(folder)

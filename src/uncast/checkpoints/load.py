@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from uncast.checkpoints.source import CheckpointError, SafetensorsSource, read_json
+from uncast.checkpoints.files import CheckpointError, read_json
+from uncast.checkpoints.generation import read_generation_config
+from uncast.checkpoints.source import SafetensorsSource
 from uncast.models.config import ConfigError, ModelConfig
 from uncast.models.decoder import Layer, MLADecoder, MLAWeights
 from uncast.models.layers import MLP, MoE
-from uncast.models.rope import RopeError
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all)."""
 
 
 def load_config(folder: Path, *, latent_norm_eps: float | None = None) -> ModelConfig:
-    """The model configuration of a folder.
+    """The model configuration of a folder; its end tokens are those of config.json and of generation_config.json.
 
     Raises:
         CheckpointError: in one sentence that names the folder.
@@ -26,9 +28,11 @@ def load_config(folder: Path, *, latent_norm_eps: float | None = None) -> ModelC
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a model in it")
     try:
-        return ModelConfig.from_hf(read_json(folder / "config.json"), latent_norm_eps=latent_norm_eps)
-    except (ConfigError, RopeError) as error:
+        config = ModelConfig.from_hf(read_json(folder / "config.json"), latent_norm_eps=latent_norm_eps)
+    except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from None
+    more = read_generation_config(folder, config.vocab_size).stop_token_ids
+    return replace(config, stop_token_ids=tuple(dict.fromkeys((*config.stop_token_ids, *more))))
 
 
 def load_model(

@@ -6,7 +6,7 @@ despite its name is multiplied; the last row and column of blocks may be partial
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,33 +14,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from uncast.checkpoints.files import CheckpointError, check_regular, read_json
+from uncast.models.fields import MAX_INT, Fields
 from uncast.numerics import e4m3
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DEFAULT_BLOCK = (128, 128)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; one sentence that names the file or tensor."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointError: no such file, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 class SafetensorsSource:
@@ -105,14 +86,20 @@ class SafetensorsSource:
         scale_name = f"{name}_scale_inv"
         if scale_name not in self:
             raise CheckpointError(f"{name} in {self.folder} is FP8 but {scale_name} is missing")
-        scale = self._read(scale_name).to(torch.float32)
+        scale = self._read(scale_name)
+        if not scale.dtype.is_floating_point:
+            raise CheckpointError(f"{scale_name} in {self.folder} is {scale.dtype}: floating-point numbers are needed")
+        scale = scale.to(torch.float32)
         rows, columns = tensor.shape
         blocks = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         if tuple(scale.shape) != blocks:
             raise CheckpointError(
                 f"{scale_name} in {self.folder} has shape {list(scale.shape)}: a {rows} x {columns} weight needs {list(blocks)}"
             )
-        spread = scale.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise CheckpointError(f"{scale_name} in {self.folder} holds values that are not positive finite numbers")
+        block = min(self.block[0], rows), min(self.block[1], columns)
+        spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
         return e4m3.decode(tensor.view(torch.uint8)).mul_(spread)
 
     def _read(self, name: str) -> torch.Tensor:
@@ -127,6 +114,7 @@ class SafetensorsSource:
 
     def _handle(self, path: Path) -> Any:
         if path not in self._open:
+            check_regular(path)
             try:
                 self._open[path] = safe_open(path, framework="pt")
             except (SafetensorError, OSError, ValueError) as error:
@@ -136,9 +124,9 @@ class SafetensorsSource:
     def _shards(self) -> dict[Path, list[str] | None]:
         """Shard files and, where an index lists them, the tensors each must hold."""
         index = self.folder / INDEX_FILE
-        if not index.exists():
+        if not os.path.lexists(index):
             single = self.folder / SINGLE_FILE
-            if not single.exists():
+            if not os.path.lexists(single):
                 raise CheckpointError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
             return {single: None}
         weight_map = read_json(index).get("weight_map")
@@ -153,13 +141,12 @@ class SafetensorsSource:
 
 
 def _weight_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    quantization = config.get("quantization_config")
-    if quantization is None:
+    fields = Fields(config, "config.json", CheckpointError)
+    if "quantization_config" not in fields:
         return DEFAULT_BLOCK
-    method = quantization.get("quant_method")
+    quantization = Fields(fields.mapping("quantization_config"), "config.json's quantization_config", CheckpointError)
+    method = quantization.text("quant_method")
     if method != "fp8":
         raise CheckpointError(f"quantization method {method!r} is not supported: fp8 with 128x128 blocks is")
-    block = quantization.get("weight_block_size") or list(DEFAULT_BLOCK)
-    if len(block) != 2 or not all(isinstance(side, int) and side > 0 for side in block):
-        raise CheckpointError(f"weight_block_size {block!r} is not two positive integers")
-    return block[0], block[1]
+    sides = quantization.integers("weight_block_size", low=1, high=MAX_INT, count=2)
+    return (sides[0], sides[1]) if sides else DEFAULT_BLOCK

@@ -16,7 +16,7 @@ from uncast.attention import ProblemError, Refused
 from uncast.attention.registry import UnknownBackend
 from uncast.checkpoints.bundled import BUNDLED, model_folder
 from uncast.checkpoints.load import load_config, load_model
-from uncast.checkpoints.source import CheckpointError, read_json
+from uncast.checkpoints.files import CheckpointError, read_json
 from uncast.cli.main import UsageError
 from uncast.cli.summary import print_summary, summary
 from uncast.engine.generate import Generation, stream

@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from uncast.checkpoints.source import CheckpointError, read_json
+from uncast.checkpoints.files import CheckpointError, read_json
 
 
 class TemplateError(ValueError):

@@ -55,7 +55,11 @@ class Fields:
 
     def optional(self, name: str, *, high: float) -> float:
         """A number from 0 to `high`, 0 if it is absent."""
-        return 0.0 if name not in self or self._is_zero(name) else self.number(name, high=high)
+        if name not in self or self._is_zero(name):
+            return 0.0
+        if not _is_number(self.raw[name], 0.0, high):
+            raise self.fault(name, f"a number from 0 to {high:g} is needed")
+        return float(self.raw[name])
 
     def boolean(self, name: str, default: bool) -> bool:
         """True or false; `default` if it is absent."""
