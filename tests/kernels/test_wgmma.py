@@ -72,12 +72,21 @@ def make_problem(kv_lens: list[int], q_lens: list[int], spec: ProblemSpec, devic
     )
 
 
-def test_the_grid_holds_one_item_per_tile_where_rows_are_many() -> None:
-    """With 64 rows a split may be one tile; plan and kernel must agree, or tiles are lost."""
-    plan = wgmma_launch.make_plan(make_problem([4096], [1], spec_of(num_heads=64), "cpu"), 132)
-    assert (plan.splits.block_rows, plan.splits.min_chunk, plan.splits.num_items) == (64, 1, 64)
-    args = wgmma_launch.constexprs("fp8_e4m3", 64, 64, plan.splits.batch_bucket)
+@pytest.mark.parametrize(("kv_len", "rows", "items"), [(4096, 16, 132), (32768, 32, 132), (131072, 64, 132)])
+def test_few_tiles_get_narrow_blocks_and_plan_and_kernel_agree(kv_len: int, rows: int, items: int) -> None:
+    """A split may be one tile, and plan and kernel must agree on that, or tiles are lost."""
+    plan = wgmma_launch.make_plan(make_problem([kv_len], [1], spec_of(num_heads=64), "cpu"), 132)
+    assert (plan.splits.block_rows, plan.splits.min_chunk, plan.splits.num_items) == (rows, 1, items)
+    args = wgmma_launch.constexprs("fp8_e4m3", rows, 64, plan.splits.batch_bucket)
     assert args["MIN_CHUNK"] == plan.splits.min_chunk and args["OVERHEAD"] == plan.splits.overhead
+
+
+def test_a_batch_invariant_plan_does_not_look_at_the_batch() -> None:
+    def rows(kv_lens: list[int]) -> int:
+        problem = make_problem(kv_lens, [1] * len(kv_lens), spec_of(num_heads=64, batch_invariant=True), "cpu")
+        return wgmma_launch.make_plan(problem, 132).splits.block_rows
+
+    assert rows([100]) == rows([100] * 64) == rows([131072])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,8 +105,8 @@ def test_combine_programs_hold_the_usual_number_of_splits() -> None:
         return combine.constexprs(16, channels, warps, pdl=True)["SPLITS"]
 
     assert splits([131072], 8) == 128
-    assert splits([4096], 64) == 64
-    assert splits([8192] * 8, 64) == 32
+    assert splits([4096], 64) == 128
+    assert splits([8192] * 8, 64) == 8
     assert splits([8192] * 64, 64) == 8
 
 

@@ -109,7 +109,7 @@ def unit_shape(plan: SplitPlan) -> tuple[int, int]:
     splits = plan.partial_blocks // max(1, plan.num_groups)
     if splits <= 8 or plan.batch_invariant:  # one shape for all batches: it decides the order of the additions
         return 256, 1
-    return 256 if splits <= 32 else 128 if splits <= 64 else 64, 4
+    return 128 if splits <= 16 else 64, 4
 
 
 def launch_combine(
