@@ -88,3 +88,20 @@ def test_a_csv_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_without_a_gpu_it_says_so(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", what]) == 2
     assert "needs a CUDA GPU and this machine has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (",".join(FIELDS) + "\n", "holds no results"),
+        (",".join(FIELDS) + "\n1,4096,64,bf16,native,0,0,1.1,GPU,v\n", "is not a CSV of uncast bench attention"),
+        ("batch\n" + "1" * 200_000 + "\n", "is not a CSV of uncast bench attention"),
+    ],
+)
+def test_a_recorded_run_that_is_none(
+    content: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text(content)
+    assert main(["bench", "attention", "--from-csv", str(path), "--csv", str(tmp_path / "out.csv")]) == 2
+    assert sentence in capsys.readouterr().err

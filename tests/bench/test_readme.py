@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,18 @@ def test_tables_are_generated_from_the_recorded_results(page: Path, monkeypatch:
     monkeypatch.chdir(ROOT)
     text = page.read_text(encoding="utf-8")
     assert render(text) == text, "run: python -m uncast.bench.readme"
+
+
+def test_readmes_python_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks in order, in one namespace, as a reader would paste them."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    namespace: dict[str, object] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), namespace)
+    out = capsys.readouterr().out
+    assert "torch_cpu 98400 98400 0" in out and "bytes of the KV pool in another buffer" in out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

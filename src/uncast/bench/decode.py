@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from uncast.attention import MLAPagedAttention, ProblemSpec
 from uncast.bench.environment import device_name, versions
 from uncast.engine.generate import PREFILL_CHUNK
 from uncast.engine.runner import ModelRunner, Sequence
@@ -51,6 +52,23 @@ class DecodeCase:
     kv_cache_dtype: str
     attention_backend: str
     pool_tokens: int
+
+
+def resolve_backend(name: str, model: MLADecoder, kv_layout: str) -> str:
+    """The backend that `name` ("auto" or a registered one) stands for with this model and layout.
+
+    Raises:
+        LayoutError, Refused, UnknownBackend: it cannot serve them.
+    """
+    config = model.config
+    major, minor = torch.cuda.get_device_capability(model.device) if model.device.type == "cuda" else (0, 0)
+    return MLAPagedAttention(name).resolve(
+        ProblemSpec(
+            num_heads=config.num_heads, head_dim_ckv=config.kv_lora_rank, head_dim_kpe=config.qk_rope_head_dim,
+            page_size=PAGE_SIZE, kv_layout=kv_layout, q_data_type=model.dtype, sm_scale=config.sm_scale,
+            device=model.device.type, arch=10 * major + minor,
+        )
+    )  # fmt: skip
 
 
 def bench_decode(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from uncast.bench.attention import AttentionResult
+
+
+def check_matplotlib() -> None:
+    """Raises `ValueError` if matplotlib is missing, which is better known before a measurement than after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'uncast[plot]'")
 
 
 def plot_attention(results: Sequence[AttentionResult], path: Path) -> None:
@@ -15,11 +22,10 @@ def plot_attention(results: Sequence[AttentionResult], path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, nothing was measured, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'uncast[plot]'") from None
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     measured = [r for r in results if not math.isnan(r.us)]
     if not measured:
         raise ValueError("there is nothing to plot: no contender ran")

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from uncast.engine.request import NOT_FINITE
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.engine.tokenizer import Tokenizer
 
@@ -18,12 +19,16 @@ def bits_per_byte(runner: ModelRunner, tokenizer: Tokenizer, text: str, *, conte
     Every token is predicted from rows that were written to the cache and read back in the runner's layout.
 
     Raises:
-        ValueError: an empty text, or a tokenizer that adds no prefix token to condition on.
+        ValueError: an empty text, logits that are not finite, or a tokenizer that adds no prefix token to condition on.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     prefix = tokenizer.encode("")
-    if not ids or not prefix:
-        raise ValueError("bits per byte needs a text and a tokenizer that begins with a special token")
+    if not ids:
+        raise ValueError("bits per byte needs a text, and this one has no tokens")
+    if not prefix:
+        raise ValueError(
+            "bits per byte needs a tokenizer that begins a text with a special token, and the model's does not"
+        )
     nats, size = 0.0, context - len(prefix)
     for start in range(0, len(ids), size):
         window = ids[start : start + size]
@@ -33,6 +38,12 @@ def bits_per_byte(runner: ModelRunner, tokenizer: Tokenizer, text: str, *, conte
             nats += _window_nats(runner, sequence, len(prefix))
         finally:
             runner.free(sequence)
+    if not math.isfinite(nats):
+        raise ValueError(NOT_FINITE)
+    if not math.isfinite(nats):
+        raise ValueError(
+            f"the model's log-probabilities are not finite with {runner.pool.layout.name}: no bits per byte"
+        )
     return nats / math.log(2) / len(text.encode("utf-8"))
 
 

@@ -32,4 +32,16 @@ def run(argv: Sequence[str]) -> int:
         code: int = importlib.import_module(BENCHES[known.bench][0]).run(rest)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    except _failures() as error:
+        raise UsageError(str(error).partition("\n")[0]) from error
     return code
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a measurement can die of by its input rather than by a mistake of ours; imported only where one died."""
+    import torch
+
+    from uncast.engine.runner import RunnerError
+    from uncast.latent.pool import PoolError
+
+    return RunnerError, PoolError, torch.OutOfMemoryError

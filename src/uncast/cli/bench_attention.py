@@ -15,8 +15,8 @@ from rich.table import Table
 
 from uncast.bench.attention import REFERENCE_SHAPES, AttentionResult, Shape, bench_attention
 from uncast.bench.contenders import installed
-from uncast.bench.plot import plot_attention
-from uncast.cli.bench_decode import write_csv
+from uncast.bench.plot import check_matplotlib, plot_attention
+from uncast.cli.csv_file import check_writable, write_csv
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,6 +45,10 @@ def build_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; see `uncast bench attention --help`."""
     args = build_parser().parse_args(argv)
+    for path in (args.csv, args.plot):
+        check_writable(path)
+    if args.plot is not None:
+        check_matplotlib()
     results = read_results(args.from_csv) if args.from_csv else measure(args.shape or list(REFERENCE_SHAPES), args.only)
     if args.csv is not None:
         write_csv(args.csv, [result.row() for result in results])
@@ -83,13 +87,17 @@ def read_results(path: Path) -> list[AttentionResult]:
             results = [_parse(row) for row in csv.DictReader(file)]
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} is not a CSV of uncast bench attention") from None
+    except (KeyError, TypeError, ValueError, csv.Error):
+        raise ValueError(f"{str(path)!r} is not a CSV of uncast bench attention") from None
+    if not results:
+        raise ValueError(f"{str(path)!r} holds no results")
     Console(highlight=False, width=120).print(_table(results))
     return results
 
 
 def _parse(row: dict[str, Any]) -> AttentionResult:
+    if float(row["us"]) <= 0:
+        raise ValueError("a time is positive, or NaN where the backend refused")
     return AttentionResult(
         int(row["batch"]), int(row["context"]), int(row["heads"]), row["layout"], row["backend"],
         float(row["us"]), float(row["error"]), float(row["floor_us"]), row["gpu"], row["versions"],

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from uncast.bench.decode import PAGE_SIZE, WARM_UP_STEPS, DecodeCase, DecodeResult, bench_decode
+from uncast.attention import MLAPagedAttention
+from uncast.bench.decode import PAGE_SIZE, WARM_UP_STEPS, DecodeCase, DecodeResult, bench_decode, resolve_backend
 from uncast.checkpoints.bundled import model_folder
 from uncast.checkpoints.load import load_config
+from uncast.cli.csv_file import check_writable, write_csv
 from uncast.cli.generate import load_with_bar
 from uncast.latent.layouts import LAYOUT_NAMES
 
@@ -40,24 +41,28 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     if args.context < 1 or args.rounds < 1:
         raise ValueError(f"context is {args.context} and rounds {args.rounds}: both must be at least 1")
+    if "_cast:" in args.attention_backend:
+        raise ValueError(
+            f"attention backend {args.attention_backend!r} casts already: give the backend to set a pool cast beside, such as "
+            f"{args.attention_backend.rpartition(':')[2]}"
+        )
+    check_writable(args.csv)
+    MLAPagedAttention(
+        args.attention_backend
+    )  # an unknown name, or one whose library is missing, before a model is loaded
     folder = model_folder(args.model)
     config = load_config(folder)
-    if args.context + args.rounds > config.max_position_embeddings:
+    steps = args.rounds + WARM_UP_STEPS
+    if args.context + steps > config.max_position_embeddings:
         raise ValueError(
-            f"context {args.context} and {args.rounds} rounds exceed the model's {config.max_position_embeddings}"
+            f"context {args.context}, {args.rounds} rounds and {WARM_UP_STEPS} steps of warm-up exceed the model's "
+            f"{config.max_position_embeddings} positions"
         )
-    small = -(-(args.context + args.rounds + WARM_UP_STEPS) // PAGE_SIZE) * PAGE_SIZE
-    cases = [
-        DecodeCase(args.kv_cache_dtype, args.attention_backend, small),
-        DecodeCase(args.kv_cache_dtype, args.attention_backend, small * POOL_FACTOR),
-    ]
-    if args.kv_cache_dtype.startswith("fp8"):
-        cast = f"pool_cast:{args.attention_backend}"
-        cases += [
-            DecodeCase(args.kv_cache_dtype, cast, small),
-            DecodeCase(args.kv_cache_dtype, cast, small * POOL_FACTOR),
-        ]
     model = load_with_bar(folder, config.num_layers)
+    backend = resolve_backend(args.attention_backend, model, args.kv_cache_dtype)
+    small = -(-(args.context + steps) // PAGE_SIZE) * PAGE_SIZE
+    backends = [backend, f"pool_cast:{backend}"] if args.kv_cache_dtype.startswith("fp8") else [backend]
+    cases = [DecodeCase(args.kv_cache_dtype, name, pool) for name in backends for pool in (small, small * POOL_FACTOR)]
     results = list(bench_decode(model, folder.name, cases, context=args.context, rounds=args.rounds))
     print_table(results)
     if args.csv is not None:
@@ -87,18 +92,3 @@ def print_table(results: list[DecodeResult]) -> None:
             f"{r.kv_bytes_needed_per_step:,}",
         )  # fmt: skip
     Console(highlight=False, width=140).print(table)
-
-
-def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
-    """Writes rows with a header.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from None

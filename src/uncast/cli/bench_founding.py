@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from uncast.bench.founding import HEADS, LAYERS, LIVE_TOKENS, POOL_TOKENS, founding_step
-from uncast.cli.bench_decode import write_csv
+from uncast.cli.csv_file import check_writable, write_csv
 
 
 def run(argv: Sequence[str]) -> int:
@@ -23,6 +23,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows to FILE")
     args = parser.parse_args(argv)
+    check_writable(args.csv)
     if not torch.cuda.is_available():
         raise ValueError("bench founding needs a CUDA GPU and this machine has none")
     results = founding_step()
