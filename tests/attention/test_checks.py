@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.attention.test_wrapper import int32, plan, spec
-from uncast.attention import MLAPagedAttention, ProblemError
+from uncast.attention import Capability, MLAPagedAttention, Problem, ProblemError, wrapper
+from uncast.attention.contents import check_contents
+from uncast.attention.metadata import normalise
+from uncast.backends.torch_cpu import TorchCpuBackend
 from uncast.verify.probe import make_case, plan_case, run_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::uncast.attention.ClaimedCapabilityWarning")
@@ -72,6 +76,34 @@ def test_byte_counts_are_those_of_their_plan() -> None:
         assert first.bytes_needed == 70 * 656 and second.bytes_needed == 656
     with pytest.raises(ProblemError, match="give num_pages to plan"):
         _ = plan(MLAPagedAttention("pool_cast:torch_cpu")).bytes_read
+
+
+def test_a_graphs_buffers_may_be_larger_than_the_batch_where_there_are_graphs() -> None:
+    problem = plan(MLAPagedAttention("torch_cpu")).problem
+    for device in ("cuda", "cpu"):
+        padded = replace(problem, total_q=5, spec=replace(problem.spec, device=device))
+        if device == "cuda":
+            check_contents(padded, 2)
+        else:
+            with pytest.raises(ProblemError, match="total_q is 5, but qo_indptr ends at 1"):
+                check_contents(padded, 2)
+
+
+def test_contents_of_a_gpus_problem_are_looked_at_in_debug_mode_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan and a run read nothing back (a sync on a GPU) unless `validate` asks for it."""
+    calls: list[int | None] = []
+    monkeypatch.setattr(wrapper, "check_contents", lambda problem, num_pages=None: calls.append(num_pages))
+    monkeypatch.setattr(wrapper, "normalise", lambda *args: on_gpu(normalise(*args)))
+    monkeypatch.setattr(TorchCpuBackend, "capability", lambda self, spec: Capability.claimed())
+
+    def on_gpu(problem: Problem) -> Problem:
+        return replace(problem, spec=replace(problem.spec, device="cuda"))
+
+    case, attention = make_case(spec(), [70], [1]), MLAPagedAttention("torch_cpu")
+    for validate, expected in ((False, []), (True, [None, 2])):
+        plan(attention, validate=validate)
+        attention.run(case.q_nope, case.q_pe, case.cache[:2])
+        assert calls == expected
 
 
 @pytest.mark.parametrize(
