@@ -4,13 +4,15 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_PROMPT := Elizabeth looked at him with a smile, and said,
 # One thread: the bundled model's operations are too small to share, and a busy core stalls every barrier.
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint format bench clean
 
 demo: $(STAMP)
-	$(BIN)/uncast generate "It is a truth universally acknowledged, that" --max-tokens 160
+	@printf '\n%s' "$(DEMO_PROMPT)"
+	@$(BIN)/uncast generate "$(DEMO_PROMPT)" --max-tokens 160
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
