@@ -71,6 +71,7 @@ def plan(attention: MLAPagedAttention, **changes: Any) -> Any:
         ({"block_tables": [[0, 1]]}, "block_tables is a list: it must be an int32 torch.Tensor"),
         ({"seq_lens": int32(70, 0, 1, 0)[::2]}, "kv_len_arr is a strided view"),
         ({"sm_scale": math.inf}, "sm_scale is inf: it must be positive and finite"),
+        ({"sm_scale": "0.1"}, "sm_scale is '0.1': it must be positive and finite"),
         ({"num_pages": -7}, "num_pages is -7: it must be a whole number, 0 or more"),
         ({"total_q": -1}, "total_q is -1: it must be a whole number"),
         ({"max_kv_len": 1.5}, "max_kv_len is 1.5: it must be a whole number"),

@@ -77,8 +77,8 @@ class ProblemSpec:
             raise ProblemError(f"q_data_type is {self.q_data_type}: allowed are bfloat16, float16 and float32")
         if self.lse_base not in ("2", "e"):
             raise ProblemError(f"lse_base is {self.lse_base!r}: allowed are '2' and 'e'")
-        if not 0 < self.sm_scale < math.inf:
-            raise ProblemError(f"sm_scale is {self.sm_scale}: it must be positive and finite")
+        if not isinstance(self.sm_scale, int | float) or not 0 < self.sm_scale < math.inf:
+            raise ProblemError(f"sm_scale is {self.sm_scale!r}: it must be positive and finite")
         if self.max_q_len < 1:
             raise ProblemError(f"max_q_len is {self.max_q_len}: it must be at least 1")
         row_layout(self.kv_layout, self.head_dim_ckv, self.head_dim_kpe)
