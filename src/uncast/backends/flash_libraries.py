@@ -46,7 +46,7 @@ def refusal(library: str, arch: int, qk: int, v: int) -> str | None:
         return None if _has_flashinfer() else "flashinfer is not installed: use cudnn or flash"
     if library == "cudnn":
         limit = MAX_WIDTH if arch == 90 else 128
-        if torch.backends.cudnn.version() is None:
+        if torch.backends.cudnn.version() is None:  # type: ignore[no-untyped-call]
             return "this torch has no cuDNN: use flash"
         return None if max(qk, v) <= limit else f"cudnn takes widths up to {limit} here, not {qk} and {v}: use flash"
     return None

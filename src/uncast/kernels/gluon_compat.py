@@ -15,7 +15,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["TRITON_VERSION", "cp_async", "cp_async_commit", "cp_async_wait", "cta_barrier", "mma_v2", "smem_view", "tma_load"]
+__all__ = [
+    "TRITON_VERSION",
+    "cp_async",
+    "cp_async_commit",
+    "cp_async_wait",
+    "cta_barrier",
+    "mma_v2",
+    "smem_view",
+    "tma_load",
+]
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
 
