@@ -198,7 +198,7 @@ def test_a_client_whose_event_loop_is_gone_is_aborted(model: MLADecoder, tokeniz
 
     async def rest() -> None:
         await settled(engine)
-        assert engine.stats().finished_total == {"stop": 0, "length": 0, "abort": 1}
+        assert engine.stats().finished_total == {"stop": 0, "length": 0, "abort": 1, "error": 0}
         await engine.stop()
 
     run(rest())

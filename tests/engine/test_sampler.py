@@ -73,9 +73,18 @@ def test_seeds_repeat_and_differ() -> None:
         ("repetition_penalty", float("nan")),
         ("logprobs", 21),
         ("logprobs", -1),
+        ("temperature", "1"),
+        ("temperature", None),
+        ("temperature", True),
+        ("top_k", 1.5),
+        ("top_k", True),
+        ("top_p", None),
+        ("seed", 1.5),
+        ("seed", 2**63),
+        ("logprobs", 1.5),
     ],
 )
-def test_values_out_of_range_name_the_field(field: str, value: float) -> None:
+def test_values_out_of_range_name_the_field(field: str, value: object) -> None:
     with pytest.raises(SamplingError, match=f"{field} is {value}: allowed is"):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
@@ -85,6 +94,20 @@ def test_biases_out_of_range_name_token_and_value() -> None:
         SamplingParams(logit_bias={7: 101})
     with pytest.raises(SamplingError, match="logit_bias is for token -7: allowed is token ids of 0 or more"):
         SamplingParams(logit_bias={-7: 1})
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-45, 1e-300, 1e-308, 5e-324])
+@pytest.mark.parametrize("logits", [[1.0, 5.0, 2.0], [-1.0, -5.0, -2.0], [0.0, 3e38, -3e38]])
+def test_a_tiny_temperature_is_greedy(temperature: float, logits: list[float]) -> None:
+    params = SamplingParams(temperature=temperature, seed=1, top_k=2**70)
+    values = torch.tensor(logits)
+    assert {sample(values, params, params.generator()) for _ in range(20)} == {int(values.argmax())}
+
+
+def test_a_tiny_repetition_penalty_leaves_the_logits_finite() -> None:
+    params = SamplingParams(repetition_penalty=1e-300, temperature=1.0, seed=0)
+    changed = Penalties(params, [0, 1, 2], 4).apply(torch.tensor([2.0, -2.0, 0.0, 1.0]))
+    assert changed.isfinite().all() and sample(changed, params, params.generator()) == 0
 
 
 def test_penalties_without_effect_are_inactive() -> None:

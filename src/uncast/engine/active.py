@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from uncast.engine.prefix_cache import PrefixNode
@@ -86,6 +88,10 @@ class ActiveRequest:
     def aborted(self) -> RequestOutput:
         """The last output of a request that was ended from outside."""
         return self.output(self._rest(), finish_reason="abort")
+
+    def failed(self, error: str) -> RequestOutput:
+        """The last output of a request whose next token cannot be chosen."""
+        return replace(self.output(self._rest(), finish_reason="error"), error=error)
 
     def _rest(self) -> str:
         """What is held back when nothing more comes; a stop string that the last bytes complete still cuts it."""

@@ -9,7 +9,7 @@ import torch
 
 from uncast.engine.active import ActiveRequest
 from uncast.engine.prefix_cache import PrefixCache
-from uncast.engine.request import Request, RequestError, RequestOutput
+from uncast.engine.request import NOT_FINITE, Request, RequestError, RequestOutput
 from uncast.engine.runner import ModelRunner, StepBytes
 from uncast.engine.scheduler import Scheduler
 from uncast.engine.stats import EngineStats
@@ -63,7 +63,7 @@ class Engine:
             prefix_cache=self.prefix_cache,
         )
         self._active: dict[str, ActiveRequest] = {}
-        self._finished = {"stop": 0, "length": 0, "abort": 0}
+        self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._requests = self._prompt_tokens = self._completion_tokens = self._steps = 0
         self._step_seconds = 0.0
         self._bytes = StepBytes(0, 0, 0, 0)
@@ -116,7 +116,7 @@ class Engine:
         """Schedules and runs one forward step.
 
         Returns:
-            One output for each request that got a token.
+            One output for each request that got a token or failed.
         """
         if not self._active:
             return []
@@ -173,12 +173,18 @@ class Engine:
         )
 
     def _choose(self, actives: list[ActiveRequest], logits: torch.Tensor) -> list[RequestOutput]:
-        """Samples from logits [len(actives), vocab], each request by its own parameters and random numbers."""
-        best = logits.argmax(-1).tolist()
+        """Samples from logits [len(actives), vocab], each request by its own parameters and random numbers.
+
+        A row whose largest logit is not finite (any NaN, any +inf, or nothing but -inf) ends its request with an error.
+        """
+        largest, place = logits.max(-1)
+        best, finite = place.tolist(), largest.isfinite().tolist()
         rows = None if all(active.takes_best for active in actives) else logits.cpu()
         outputs = []
         for index, active in enumerate(actives):
-            if active.takes_best or rows is None:
+            if not finite[index]:
+                output = active.failed(NOT_FINITE)
+            elif active.takes_best or rows is None:
                 output = active.accept(best[index], None)
             else:
                 output = active.accept(*active.choose(rows[index]))

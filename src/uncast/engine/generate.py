@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from uncast.engine.core import Engine, EngineConfig
-from uncast.engine.request import Request
+from uncast.engine.request import GenerationError, Request
 from uncast.engine.runner import ModelRunner, StepBytes
 from uncast.engine.sampler import SamplingParams
 from uncast.engine.tokenizer import Tokenizer
@@ -58,6 +58,7 @@ def stream(
 
     Raises:
         RequestError: the request is malformed or longer than the model or the pool allows.
+        GenerationError: the model's logits are not finite; raised after the text until then.
     """
     limits = EngineConfig(max_running=1, max_waiting=1, max_step_tokens=PREFILL_CHUNK, prefix_cache=False)
     engine = Engine(runner, tokenizer, limits)
@@ -80,5 +81,7 @@ def stream(
                 result.text += output.text
                 if output.text:
                     yield output.text
+                if output.error is not None:
+                    raise GenerationError(output.error)
     finally:
         engine.abort(request.request_id)

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 
 from uncast.engine.sampler import SamplingError, SamplingParams
 
-__all__ = ["Request", "RequestError", "RequestOutput", "SamplingError", "SamplingParams", "TokenLogprob"]
+__all__ = [
+    "GenerationError", "Request", "RequestError", "RequestOutput", "SamplingError", "SamplingParams", "TokenLogprob",
+]  # fmt: skip
 
 MAX_STOPS = 16
+NOT_FINITE = "the model's logits are not finite: its weights or its configuration are damaged, or its numbers overflow"
+"""Why a request ends with finish_reason "error"."""
 
 _ids = itertools.count(1)
 
@@ -19,12 +23,27 @@ class RequestError(ValueError):
     """A request that is malformed or does not fit the model or the pool; one sentence that names the field."""
 
 
+class GenerationError(RuntimeError):
+    """A request that was valid and ended because the model's output is of no use; one sentence."""
+
+
+def check_text(text: str, name: str) -> None:
+    """Raises `RequestError` if the text holds half of a surrogate pair, which no encoding has (as undecodable bytes of a
+    command line do)."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid Unicode: character {error.start} is a lone surrogate") from None
+
+
 def check_lengths(
     prompt_tokens: int, max_tokens: int, *, context: int | None = None, pool_rows: int | None = None
 ) -> None:
     """Raises `RequestError` if a request of these lengths is empty or longer than the limits given."""
     if prompt_tokens < 1:
         raise RequestError("the prompt is empty: at least one token is needed")
+    if not _is_integer(max_tokens):
+        raise RequestError(f"max_tokens is {max_tokens!r:.80}: an integer of at least 1 is needed")
     if max_tokens < 1:
         raise RequestError(f"max_tokens is {max_tokens}: at least 1 is needed")
     for limit, what in ((context, "the model's context of {}"), (pool_rows, "the KV pool of {} tokens")):
@@ -57,10 +76,18 @@ class Request:
     def __post_init__(self) -> None:
         """Raises `RequestError`."""
         check_lengths(len(self.prompt), self.max_tokens)
+        for name, ids in (("the prompt", self.prompt), ("stop_token_ids", self.stop_token_ids)):
+            wrong = [token for token in ids if not _is_integer(token)]
+            if wrong:
+                raise RequestError(f"{name} holds {wrong[0]!r:.80}: token ids are integers")
         if isinstance(self.stop, str):
             raise RequestError("stop is one string: a sequence of strings is needed")
-        if any(not text for text in self.stop):
-            raise RequestError("a stop string must not be empty")
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise RequestError(f"stop holds {text!r:.80}: strings are needed")
+            if not text:
+                raise RequestError("a stop string must not be empty")
+            check_text(text, "a stop string")
         if len(self.stop) > MAX_STOPS:
             raise RequestError(f"stop has {len(self.stop)} strings: at most {MAX_STOPS} are allowed")
         if any(token < 0 for token in self.stop_token_ids):
@@ -104,11 +131,12 @@ class RequestOutput:
         token_ids: tokens generated in this step. A token that ends the text by its id is not among them; tokens of a stop
             string are.
         logprobs: one per token in `token_ids` if `params.logprobs` was given, else empty.
-        finish_reason: None while running, "stop" (end token, stop id or stop string), "length" (max_tokens), "abort".
+        finish_reason: None while running, "stop" (end token, stop id or stop string), "length" (max_tokens), "abort", "error".
         matched_stop: the stop string or the token id that ended the text, else None.
         prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens whose rows came from the prefix cache.
         completion_tokens: tokens generated so far, `token_ids` of all outputs together.
+        error: what went wrong, one sentence, if finish_reason is "error"; else None.
     """
 
     request_id: str
@@ -120,7 +148,12 @@ class RequestOutput:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    error: str | None = None
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,10 +10,12 @@ import torch
 from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.latent.codec import new_counters
-from uncast.latent.layouts import row_layout
+from uncast.latent.layouts import RowLayout, row_layout
 from uncast.latent.pool import PagedPool
 from uncast.models.decoder import ForwardBatch, MLADecoder
 from uncast.verify.probe import probe_combination
+
+_NO_MEMORY = ("allocate memory", "out of memory", "overflow", "Overflow")
 
 
 @dataclass
@@ -81,6 +83,22 @@ class _Batch:
         return max(end - start for start, end in zip(self.ends[:-1], self.ends[1:], strict=True))
 
 
+def _pool(layout: RowLayout, num_layers: int, num_pages: int, page_size: int, device: torch.device) -> PagedPool:
+    """A pool.
+
+    Raises:
+        RunnerError: it does not fit into memory.
+    """
+    try:
+        return PagedPool(layout, num_layers=num_layers, num_pages=num_pages, page_size=page_size, device=device)
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        # torch has a class for this on a GPU only, and refuses sizes beyond 64 bits in several ways.
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _NO_MEMORY):
+            raise
+        tokens = num_pages * page_size
+        raise RunnerError(f"a KV pool of {tokens} tokens does not fit into memory: ask for fewer") from None
+
+
 class ModelRunner:
     """A model, its pool and its attention.
 
@@ -104,14 +122,13 @@ class ModelRunner:
 
         Raises:
             LayoutError, Refused, UnknownBackend: layout or backend cannot serve this model.
-            RunnerError: the backend runs but does not match the oracle, or `deterministic` cannot be kept on this machine.
+            RunnerError: the pool does not fit into memory, the backend runs but does not match the oracle, or `deterministic`
+                cannot be kept on this machine.
         """
         config = model.config
         layout = row_layout(kv_layout, config.kv_lora_rank, config.qk_rope_head_dim)
         self.model, self.page_size, self.deterministic = model, page_size, deterministic
-        self.pool = PagedPool(
-            layout, num_layers=config.num_layers, num_pages=num_pages, page_size=page_size, device=model.device
-        )
+        self.pool = _pool(layout, config.num_layers, num_pages, page_size, model.device)
         self.attention = MLAPagedAttention(attention_backend)
         self.counters = new_counters(model.device)
         self._decoder = with_fixed_rows(model) if deterministic else model

@@ -9,6 +9,16 @@ from dataclasses import dataclass, field
 import torch
 
 MAX_LOGPROBS = 20
+_RANGES = {
+    "temperature": (0.0, 100.0, "0 to 100"),
+    "top_p": (0.0, 1.0, "above 0, up to 1"),
+    "min_p": (0.0, 1.0, "0 to 1"),
+    "presence_penalty": (-2.0, 2.0, "-2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "-2 to 2"),
+    "repetition_penalty": (0.0, 10.0, "above 0, up to 10"),
+}
+"""Lowest and highest value; the lowest of top_p and repetition_penalty is not itself allowed."""
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class SamplingError(ValueError):
@@ -48,26 +58,22 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, up to 1")
-        _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 to 1")
-        _check(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name, (low, high, allowed) in _RANGES.items():
             value = getattr(self, name)
-            _check(-2.0 <= value <= 2.0, name, value, "-2 to 2")
-        _check(
-            0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", self.repetition_penalty, "above 0, up to 10"
-        )
+            above = name in ("top_p", "repetition_penalty")
+            _check(_is(value, float) and low <= value <= high and not (above and value == low), name, value, allowed)
+        _check(_is(self.top_k, int) and self.top_k >= 0, "top_k", self.top_k, "an integer of 0 (off) or more")
+        for name, last, allowed in (
+            ("seed", 2**63 - 1, "0 to 2^63 - 1"),
+            ("logprobs", MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+        ):
+            value = getattr(self, name)
+            _check(value is None or (_is(value, int) and 0 <= value <= last), name, value, f"an integer of {allowed}")
         for token, bias in self.logit_bias.items():
-            _check(token >= 0, "logit_bias", f"for token {token}", "token ids of 0 or more")
-            _check(-100.0 <= bias <= 100.0, "logit_bias", f"{bias} for token {token}", "-100 to 100")
-        _check(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            self.logprobs,
-            f"0 to {MAX_LOGPROBS}",
-        )
+            _check(_is(token, int) and token >= 0, "logit_bias", f"for token {token}", "token ids of 0 or more")
+            _check(
+                _is(bias, float) and -100.0 <= bias <= 100.0, "logit_bias", f"{bias} for token {token}", "-100 to 100"
+            )
 
     def generator(self) -> torch.Generator:
         """A new generator seeded for this request."""
@@ -79,9 +85,14 @@ class SamplingParams:
         return generator
 
 
+def _is(value: object, kind: type) -> bool:
+    """Whether it is an int, or for float any real number; a bool is neither."""
+    return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+
+
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise SamplingError(f"{name} is {value}: allowed is {allowed}")
+        raise SamplingError(f"{name} is {value!s:.80}: allowed is {allowed}")
 
 
 class Penalties:
@@ -114,22 +125,25 @@ class Penalties:
         if self._penalised:
             factor = params.repetition_penalty
             seen = logits[self._seen]
-            logits[self._seen] = torch.where(seen > 0, seen / factor, seen * factor)
+            changed = torch.where(seen > 0, seen.double() / factor, seen.double() * factor)
+            logits[self._seen] = changed.clamp(-_LARGEST, _LARGEST).float()  # a tiny factor must not make them infinite
             logits -= params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
         logits[self._biased] += self._bias
         return logits
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """The next token id from logits float32 [vocab]; filters apply in the order top_k, top_p, min_p after temperature."""
+    """The next id from finite logits float32 [vocab]; filters apply in the order top_k, top_p, min_p, after temperature."""
     if params.temperature == 0.0:
         return int(logits.argmax())
-    probabilities = torch.softmax(logits.double() / params.temperature, dim=-1)
+    # The best logit becomes 0 before the division: whatever the temperature, nothing overflows upwards.
+    wide = logits.double()
+    probabilities = torch.softmax((wide - wide.max()) / params.temperature, dim=-1)
     order = probabilities.argsort(descending=True, stable=True)
     ranked = probabilities[order]
     keep = torch.ones_like(ranked, dtype=torch.bool)
     if params.top_k:
-        keep[params.top_k :] = False
+        keep[min(params.top_k, keep.numel()) :] = False
     if params.top_p < 1.0:
         total = ranked[keep].sum()
         keep &= ranked.cumsum(0) - ranked < params.top_p * total

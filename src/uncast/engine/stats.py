@@ -18,7 +18,7 @@ class EngineStats:
             so that they can be evicted at once. The others belong to running requests.
         page_size: rows per page.
         requests_total: accepted requests.
-        finished_total: finished requests by finish_reason ("stop", "length", "abort").
+        finished_total: finished requests by finish_reason ("stop", "length", "abort", "error").
         prompt_tokens_total, completion_tokens_total: tokens of admitted prompts, and tokens generated.
         prefix_query_tokens_total, prefix_hit_tokens_total: prompt tokens looked up in the prefix cache, and found there.
         preemptions_total, swap_bytes_total: requests swapped out, and bytes copied out and back.

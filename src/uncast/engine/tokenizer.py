@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from uncast.checkpoints.files import CheckpointError, read_json
+from uncast.checkpoints.files import CheckpointError, read_json_if_there, read_text
+from uncast.engine.request import check_text
+from uncast.engine.template import TemplateError, render
 
-
-class TemplateError(ValueError):
-    """Messages that the model's chat template refuses, or a model without a template; one sentence."""
+__all__ = ["IncrementalDecoder", "TemplateError", "Tokenizer"]
 
 
 class Tokenizer:
     """`tokenizer.json` (required) and `tokenizer_config.json` (chat template) of a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises `CheckpointError` if tokenizer.json is missing or cannot be read."""
+    def __init__(self, folder: Path, vocab_size: int | None = None) -> None:
+        """Reads the files.
+
+        Args:
+            vocab_size: of the model; every id of the tokenizer must be below it.
+
+        Raises:
+            CheckpointError: tokenizer.json is missing or cannot be read, or does not belong to the model.
+        """
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise CheckpointError(f"{folder} has no tokenizer.json")
+        text = read_text(path)
         try:
-            self._fast = FastTokenizer.from_file(str(path))
+            self._fast = FastTokenizer.from_str(text)
         except Exception as error:  # tokenizers raises bare Exception
             raise CheckpointError(f"cannot read {path}: {error}") from None
-        config_path = folder / "tokenizer_config.json"
-        self._config = read_json(config_path) if config_path.is_file() else {}
-        template = folder / "chat_template.jinja"
-        self._template = (
-            template.read_text(encoding="utf-8") if template.is_file() else self._config.get("chat_template")
-        )
+        largest = max(self._fast.get_vocab().values(), default=-1)
+        if vocab_size is not None and largest >= vocab_size:
+            raise CheckpointError(f"{path} has token {largest}: the model's vocabulary has ids 0 to {vocab_size - 1}")
+        self._config = read_json_if_there(folder / "tokenizer_config.json")
+        self._template_file = folder / "chat_template.jinja"
 
     @property
     def vocab_size(self) -> int:
         return self._fast.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; special tokens as the tokenizer's post-processor adds them."""
+        """Token ids; special tokens as the tokenizer's post-processor adds them.
+
+        Raises:
+            RequestError: the text holds half of a surrogate pair.
+        """
+        check_text(text, "the prompt")
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -62,22 +74,31 @@ class Tokenizer:
         """Token ids of a conversation rendered by the model's template.
 
         Raises:
-            TemplateError: no template, or it refuses the messages.
+            TemplateError: no template, or it refuses the messages or fails.
+            RequestError: a message holds half of a surrogate pair.
         """
-        if not isinstance(self._template, str):
-            raise TemplateError("this model has no chat template")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_from_template
         special = {
             name: value for name, value in self._config.items() if name.endswith("_token") and isinstance(value, str)
         }
-        try:
-            text = environment.from_string(self._template).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **special
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise TemplateError(f"the chat template refuses these messages: {error}") from None
+        text = render(self._template, messages, add_generation_prompt=add_generation_prompt, **special)
         return self.encode(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def _template(self) -> str:
+        """Read on first use: a model with a damaged template can still complete texts.
+
+        Raises:
+            TemplateError: no template, or a file that cannot be read.
+        """
+        if not os.path.lexists(self._template_file):
+            template = self._config.get("chat_template")
+            if not isinstance(template, str):
+                raise TemplateError("this model has no chat template")
+            return template
+        try:
+            return read_text(self._template_file)
+        except CheckpointError as error:
+            raise TemplateError(str(error)) from None
 
 
 class IncrementalDecoder:
@@ -99,7 +120,3 @@ class IncrementalDecoder:
         held, self._held = self._held, []
         text: str = self._fast.decode(held, skip_special_tokens=True) if held else ""
         return text
-
-
-def _raise_from_template(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -50,7 +50,8 @@ class Generation:
         """The choices' outputs, merged in the order of arrival.
 
         Raises:
-            ApiError: 503 when the engine ended, or aborted a choice because the server's grace time is over.
+            ApiError: 503 when the engine ended, aborted a choice because the server's grace time is over, or could not choose
+                a token because the model's logits are not finite.
         """
         arrived: asyncio.Queue[tuple[int, RequestOutput | EngineDead]] = asyncio.Queue()
         pumps = [asyncio.create_task(self._pump(index, arrived)) for index in range(len(self._streams))]
@@ -62,6 +63,8 @@ class Generation:
                     raise _as_api_error(item)
                 if item.finish_reason == "abort":
                     raise ApiError(503, "the request was aborted: the server is shutting down", code="aborted")
+                if item.error is not None:
+                    raise ApiError(503, item.error, code="model_failed")
                 left -= item.finished
                 yield index, item
         finally:

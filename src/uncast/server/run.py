@@ -15,7 +15,7 @@ from typing import NoReturn
 import uvicorn
 
 from uncast.engine.async_engine import AsyncEngine
-from uncast.engine.request import Request
+from uncast.engine.request import GenerationError, Request
 from uncast.server.app import create_app
 from uncast.server.errors import ApiError
 from uncast.server.state import Served, ServerState
@@ -156,8 +156,9 @@ async def _warm_up(state: ServerState, load: Callable[[], AsyncEngine]) -> None:
     engine = await loaded
     engine.start()
     served = Served.of(engine)
-    async for _ in engine.submit(Request(prompt=[0], max_tokens=min(2, served.max_total - 1), ignore_eos=True)):
-        pass
+    async for output in engine.submit(Request(prompt=[0], max_tokens=min(2, served.max_total - 1), ignore_eos=True)):
+        if output.error is not None:
+            raise GenerationError(output.error)
     state.served = served
 
 
