@@ -2,6 +2,6 @@
 
 import sys
 
-from uncast.cli.main import main
+from uncast.entry import run
 
-sys.exit(main())
+sys.exit(run())

@@ -113,3 +113,120 @@ def test_the_bundled_model_writes_english_words(capsys: pytest.CaptureFixture[st
     words = re.findall(r"[a-z]+", str(facts["text"]).lower())
     assert len(words) > 40 and sum(word in known for word in words) > 0.75 * len(words)
     assert facts["kv_bytes_needed_per_step"] == facts["kv_bytes_read_per_step"]
+
+
+def damaged(folder: Path, target: Path, **config: object) -> Path:
+    """A copy of the model with NaN in its final norm, or with other fields in config.json."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    if config:
+        path = target / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+        return target
+    weights = load_file(target / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * float("nan")
+    save_file(weights, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--temperature", "1"]])
+def test_logits_that_are_not_numbers_exit_1(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert generate(damaged(folder, tmp_path / "nan"), *options) == 1
+    captured = capsys.readouterr()
+    assert captured.out.strip() == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("uncast: the model's logits are not finite")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model", ""], "the model is '': a folder or one of tiny-glm is needed"),
+        (["--kv-pool-tokens", "0"], "kv_pool_tokens is 0: at least 1 is needed"),
+        (["--kv-pool-tokens", "-5"], "kv_pool_tokens is -5: at least 1 is needed"),
+        (["--kv-pool-tokens", "1" + "0" * 15], "tokens does not fit into memory: ask for fewer"),
+        (["--kv-pool-tokens", "1" + "0" * 30], "tokens does not fit into memory: ask for fewer"),
+        (["--stop", "\udcff"], "a stop string is not valid Unicode: character 0 is a lone surrogate"),
+    ],
+)
+def test_more_bad_input_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    assert generate(folder, *options) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800b", "\udcff"])
+@pytest.mark.parametrize("options", [[], ["--chat"]])
+def test_undecodable_prompts_are_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], prompt: str, options: list[str]
+) -> None:
+    assert main(["generate", prompt, "--model", str(folder), *options]) == 2
+    captured = capsys.readouterr()
+    assert "the prompt is not valid Unicode: character" in captured.err and captured.err.count("\n") == 1
+
+
+def test_the_models_own_sampling_counts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def text(config: str, *options: str) -> str:
+        (own / "generation_config.json").write_text(config)
+        assert generate(own, "--json", *options) == 0
+        return str(json.loads(capsys.readouterr().out)["text"])
+
+    own = damaged(folder, tmp_path / "own", tie_word_embeddings=False)
+    greedy = text("{}")
+    assert text('{"do_sample": true, "temperature": 0}') == text('{"do_sample": false, "temperature": 3.0}') == greedy
+    hot = '{"do_sample": true, "temperature": 3.0}'
+    assert text(hot) != greedy and text(hot, "--temperature", "0") == greedy
+    assert text('{"do_sample": true, "temperature": 3.0, "top_k": 1}') == greedy
+    (own / "generation_config.json").write_text('{"do_sample": "no"}')
+    assert generate(own) == 2 and "do_sample = 'no': true or false is needed" in capsys.readouterr().err
+
+
+def test_end_tokens_of_generation_config_end_the_text(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from uncast.checkpoints.load import load_model
+    from uncast.engine.runner import ModelRunner, Sequence
+    from uncast.engine.tokenizer import Tokenizer
+
+    ids = Tokenizer(folder).encode("the latent")
+    runner, sequence = ModelRunner(load_model(folder), num_pages=1), Sequence(list(ids))
+    runner.ensure_pages(sequence, len(ids))
+    first = int(runner.step([(sequence, len(ids))]).argmax())
+    own = damaged(folder, tmp_path / "own", eos_token_id=[])
+    (own / "generation_config.json").write_text(json.dumps({"eos_token_id": first}))
+    assert generate(own, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["tokens"], facts["finish_reason"]) == (0, "stop")
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = damaged(folder, tmp_path / "own", vocab_size=100, eos_token_id=1)
+    assert generate(own) == 2
+    assert "the model's vocabulary has ids 0 to 99" in capsys.readouterr().err
+
+
+def test_a_damaged_template_matters_only_with_chat(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = damaged(folder, tmp_path / "own", tie_word_embeddings=False)
+    (own / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    assert generate(own) == 0
+    capsys.readouterr()
+    assert generate(own, "--chat") == 2
+    assert "chat_template.jinja is not UTF-8" in capsys.readouterr().err
+
+
+def test_the_accounting_is_one_unpadded_line_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    pool_cast = next(line for line in lines if line.startswith("a pool cast"))
+    assert pool_cast.endswith("every layer)") and len(pool_cast) > 80
+    assert all(line == line.rstrip() for line in lines[-6:])

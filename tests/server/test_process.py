@@ -170,3 +170,31 @@ def test_the_key_and_the_defaults_come_from_the_environment_and_the_model(
     assert seen[0].api_key == "from the environment" and seen[1].api_key == "given"
     assert seen[0].sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
     assert seen[1].sampling_defaults == {} and seen[1].model_name == folder.name
+
+
+def test_a_broken_model_or_setting_ends_the_start_with_one_sentence(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+
+    def start(*options: str) -> tuple[int, str]:
+        code = main(["serve", "--model", str(own), "--port", "0", *options])
+        return code, capfd.readouterr().err
+
+    code, err = start("--kv-pool-tokens", "1" + "0" * 15)
+    assert code == 2 and "tokens does not fit into memory" in err and err.count("\n") == 1
+    (own / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_p": 0}))
+    code, err = start()
+    assert code == 2 and "top_p = 0: a positive number up to 1 is needed" in err and err.count("\n") == 1
+    (own / "generation_config.json").unlink()
+    weights = load_file(own / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * float("nan")
+    save_file(weights, own / "model.safetensors")
+    code, err = start("--kv-pool-tokens", "256")
+    assert code == 1 and err.startswith("uncast: the model's logits are not finite") and err.count("\n") == 1

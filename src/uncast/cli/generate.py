@@ -15,12 +15,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from uncast.attention import ProblemError, Refused
 from uncast.attention.registry import UnknownBackend
 from uncast.checkpoints.bundled import BUNDLED, model_folder
+from uncast.checkpoints.files import CheckpointError
+from uncast.checkpoints.generation import read_generation_config
 from uncast.checkpoints.load import load_config, load_model
-from uncast.checkpoints.files import CheckpointError, read_json
-from uncast.cli.main import UsageError
+from uncast.cli.main import UsageError, WorkError
 from uncast.cli.summary import print_summary, summary
 from uncast.engine.generate import Generation, stream
-from uncast.engine.request import RequestError, check_lengths
+from uncast.engine.request import GenerationError, RequestError, check_lengths
 from uncast.engine.runner import ModelRunner, RunnerError
 from uncast.engine.sampler import SamplingError, SamplingParams
 from uncast.engine.tokenizer import TemplateError, Tokenizer
@@ -78,6 +79,8 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     try:
         return _run(args)
+    except GenerationError as error:
+        raise WorkError(str(error)) from error
     except _ERRORS as error:
         raise UsageError(str(error)) from error
 
@@ -85,11 +88,13 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     config = load_config(folder)
-    tokenizer = Tokenizer(folder)
-    params = _sampling(args, folder)
+    tokenizer = Tokenizer(folder, config.vocab_size)
+    params = _sampling(args, folder, config.vocab_size)
     ids = tokenizer.chat([{"role": "user", "content": args.prompt}]) if args.chat else tokenizer.encode(args.prompt)
     check_lengths(len(ids), args.max_tokens, context=config.max_position_embeddings)
     pool_tokens = len(ids) + args.max_tokens if args.kv_pool_tokens is None else args.kv_pool_tokens
+    if pool_tokens < 1:
+        raise ValueError(f"kv_pool_tokens is {pool_tokens}: at least 1 is needed")
     if args.page_size < 1:
         raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
     model = load_with_bar(folder, config.num_layers, quiet=args.json)
@@ -97,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
         model,
         kv_layout=args.kv_cache_dtype,
         attention_backend=args.attention_backend,
-        num_pages=max(1, -(-pool_tokens // args.page_size)),
+        num_pages=-(-pool_tokens // args.page_size),
         page_size=args.page_size,
     )
     result = Generation(prompt_tokens=len(ids))
@@ -114,19 +119,13 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sampling(args: argparse.Namespace, folder: Path) -> SamplingParams:
-    path = folder / "generation_config.json"
-    defaults = read_json(path) if path.is_file() else {}
-    sampled = bool(defaults.get("do_sample", False))
-
-    def pick(name: str, off: float) -> float:
-        given = getattr(args, name)
-        if given is not None:
-            return float(given)
-        return float(defaults.get(name) or off) if sampled else off
-
-    temperature = pick("temperature", 1.0 if sampled else 0.0)
-    return SamplingParams(temperature, int(pick("top_k", 0)), pick("top_p", 1.0), pick("min_p", 0.0), args.seed)
+def _sampling(args: argparse.Namespace, folder: Path, vocab_size: int) -> SamplingParams:
+    """The options, else the model's own defaults, else greedy."""
+    model = read_generation_config(folder, vocab_size)
+    off = {"temperature": 1.0 if model.sampled else 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    given = {name: getattr(args, name) for name in off if getattr(args, name) is not None}
+    chosen = {**off, **model.sampling, **given}
+    return SamplingParams(chosen["temperature"], int(chosen["top_k"]), chosen["top_p"], chosen["min_p"], seed=args.seed)
 
 
 def load_with_bar(folder: Path, layers: int, *, quiet: bool = False) -> MLADecoder:

@@ -23,6 +23,10 @@ class UsageError(Exception):
     """Bad input that a command found; the message is one sentence."""
 
 
+class WorkError(Exception):
+    """Work that failed although the input was good; the message is one sentence."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The top-level parser; a command's own options live in its module."""
     parser = argparse.ArgumentParser(
@@ -38,7 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code: 0, 1 for an error of the work, 2 for bad usage, 130 for an interrupt."""
+    """Runs a command. Returns the exit code: 0, 1 for an error of the work, 2 for bad usage, 130 for an interrupt,
+    141 for a closed pipe."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     known, rest = build_parser().parse_known_args(arguments)
     try:
@@ -53,17 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except UsageError as error:
         return _fail(str(error), 2)
+    except WorkError as error:
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
         return 141
+    except OSError as error:
+        if error.filename is not None:
+            return _fail(f"cannot use {error.filename}: {error.strerror or error}", 1)
+        return _fail(f"cannot write the output: {error.strerror or error}", 1)  # only writing has no file's name
 
 
 def _fail(sentence: str, code: int) -> int:
     print(f"uncast: {sentence}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,25 +15,25 @@ import torch
 from uncast.attention import ProblemError, Refused
 from uncast.attention.registry import UnknownBackend
 from uncast.checkpoints.bundled import BUNDLED, model_folder
+from uncast.checkpoints.files import CheckpointError
+from uncast.checkpoints.generation import read_generation_config
 from uncast.checkpoints.load import load_config
-from uncast.checkpoints.files import CheckpointError, read_json
 from uncast.cli.generate import load_with_bar
-from uncast.cli.main import UsageError
+from uncast.cli.main import UsageError, WorkError
 from uncast.engine.async_engine import AsyncEngine
 from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.request import GenerationError
 from uncast.engine.runner import ModelRunner, RunnerError
-from uncast.engine.sampler import SamplingError, SamplingParams
+from uncast.engine.sampler import SamplingError
 from uncast.engine.tokenizer import Tokenizer
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.models.config import ModelConfig
-from uncast.models.decoder import MLADecoder
 from uncast.server.run import ListenError, listen, serve, url_of
 from uncast.server.state import ServerConfig, ServerState
 
 _ERRORS = (CheckpointError, LayoutError, ProblemError, Refused, RunnerError, SamplingError, UnknownBackend, ValueError)
 _CPU_POOL_BYTES = 1 << 30
 _GPU_POOL_SHARE = 0.8
-_NO_MEMORY = ("allocate memory", "out of memory", "overflow")  # torch's words; it has no class for them on a CPU
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -87,6 +87,8 @@ def run(argv: Sequence[str]) -> int:
     except (ListenError, _FolderError) as error:
         print(f"uncast: {error}", file=sys.stderr)
         return 1
+    except GenerationError as error:
+        raise WorkError(str(error)) from error
     except _ERRORS as error:
         raise UsageError(str(error)) from error
 
@@ -98,7 +100,7 @@ class _FolderError(OSError):
 def _run(args: argparse.Namespace) -> int:
     folder = model_folder(args.model)
     config = load_config(folder)
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder, config.vocab_size)
     if not 0 <= args.port < 2**16:
         raise ValueError(f"port is {args.port}: allowed are 0 to {2**16 - 1}")
     if args.page_size < 1:
@@ -116,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
         api_key=os.environ.get("UNCAST_API_KEY") or None if args.api_key is None else args.api_key,
         grace_s=args.grace_seconds,
         profile_dir=None if args.profile_dir is None else _writable(args.profile_dir),
-        sampling_defaults=_sampling_defaults(folder),
+        sampling_defaults=dict(read_generation_config(folder, config.vocab_size).sampling),
     )
     sock = listen(args.host, args.port)
     _say(f"listening on {url_of(sock)}, loading {server_config.model_name}")
@@ -125,27 +127,17 @@ def _run(args: argparse.Namespace) -> int:
 
     def load() -> AsyncEngine:
         model = load_with_bar(folder, config.num_layers)
-        runner = _runner(args, model, _pool_pages(args, config))
-        return AsyncEngine(Engine(runner, tokenizer, limits))
-
-    return asyncio.run(serve(ServerState(server_config), sock, load, _say))
-
-
-def _runner(args: argparse.Namespace, model: MLADecoder, num_pages: int) -> ModelRunner:
-    try:
-        return ModelRunner(
+        runner = ModelRunner(
             model,
             kv_layout=args.kv_cache_dtype,
             attention_backend=args.attention_backend,
-            num_pages=num_pages,
+            num_pages=_pool_pages(args, config),
             page_size=args.page_size,
             deterministic=args.deterministic,
         )
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or any(word in str(error) for word in _NO_MEMORY):
-            tokens = num_pages * args.page_size
-            raise ValueError(f"a KV pool of {tokens} tokens does not fit into memory: lower --kv-pool-tokens") from None
-        raise
+        return AsyncEngine(Engine(runner, tokenizer, limits))
+
+    return asyncio.run(serve(ServerState(server_config), sock, load, _say))
 
 
 def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:
@@ -160,22 +152,6 @@ def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:
     elif tokens < 1:
         raise ValueError(f"kv_pool_tokens is {tokens}: at least 1 is needed")
     return max(1, -(-int(tokens) // int(args.page_size)))
-
-
-def _sampling_defaults(folder: Path) -> dict[str, float]:
-    """The model's own defaults, if its generation_config.json samples.
-
-    Raises:
-        CheckpointError, SamplingError: the file is not JSON or its values are out of range.
-    """
-    path = folder / "generation_config.json"
-    given = read_json(path) if path.is_file() else {}
-    if not given.get("do_sample", False):
-        return {}
-    names = ("temperature", "top_p", "top_k", "min_p")
-    found = {name: given[name] for name in names if isinstance(given.get(name), int | float)}
-    SamplingParams(**found)
-    return found
 
 
 def _writable(folder: Path) -> Path:

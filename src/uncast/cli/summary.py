@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from uncast.engine.generate import Generation
 from uncast.engine.runner import ModelRunner
 
@@ -33,27 +30,30 @@ def summary(runner: ModelRunner, result: Generation) -> dict[str, Any]:
 
 
 def print_summary(facts: dict[str, Any], runner: ModelRunner, result: Generation) -> None:
-    """A table of the same facts for a reader, on stdout."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    """The same facts for a reader, a line each, on stdout."""
+    lines: list[tuple[str, str]] = []
     rows = runner.pool.num_pages * runner.page_size
     read, needed, cast = (
         facts["kv_bytes_read_per_step"],
         facts["kv_bytes_needed_per_step"],
         facts["pool_cast_bytes_per_step"],
     )
-    table.add_row(
-        "tokens", f"{result.tokens} new after {result.prompt_tokens} of prompt, {result.tokens_per_s:.1f} tokens/s"
+    lines.append(
+        ("tokens", f"{result.tokens} new after {result.prompt_tokens} of prompt, {result.tokens_per_s:.1f} tokens/s")
     )
-    table.add_row("cache", f"{facts['kv_cache_dtype']}, {facts['kv_bytes_per_token_layer']} B per token and layer")
-    table.add_row("attention", f"{facts['attention_backend']}, {runner.model.config.num_layers} layers")
-    table.add_row("cache bytes needed", f"{needed:,} B in the last step (live rows, read once)")
+    lines.append(("cache", f"{facts['kv_cache_dtype']}, {facts['kv_bytes_per_token_layer']} B per token and layer"))
+    lines.append(("attention", f"{facts['attention_backend']}, {runner.model.config.num_layers} layers"))
+    lines.append(("cache bytes needed", f"{needed:,} B in the last step (live rows, read once)"))
     ratio = f", {read / needed:.2f}x needed" if needed else ""
-    table.add_row("cache bytes read", f"{read:,} B{ratio}")
+    lines.append(("cache bytes read", f"{read:,} B{ratio}"))
     if facts["kv_bytes_written_per_step"]:
-        table.add_row("copies written", f"{facts['kv_bytes_written_per_step']:,} B")
+        lines.append(("copies written", f"{facts['kv_bytes_written_per_step']:,} B"))
     if cast:
-        table.add_row("a pool cast", f"would have moved {cast:,} B (this pool of {rows:,} tokens to BF16, every layer)")
+        lines.append(
+            ("a pool cast", f"would have moved {cast:,} B (this pool of {rows:,} tokens to BF16, every layer)")
+        )
     saturated, _, nan = facts["saturated_subnormal_nan"]
     if saturated or nan:
-        table.add_row("warning", f"{saturated} values saturated and {nan} were NaN when written to the cache")
-    Console(highlight=False).print(table)
+        lines.append(("warning", f"{saturated} values saturated and {nan} were NaN when written to the cache"))
+    for name, text in lines:
+        print(f"{name:<18}  {text}")
