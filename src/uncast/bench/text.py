@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from uncast.engine.request import NOT_FINITE
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.engine.tokenizer import Tokenizer
 
@@ -38,8 +37,6 @@ def bits_per_byte(runner: ModelRunner, tokenizer: Tokenizer, text: str, *, conte
             nats += _window_nats(runner, sequence, len(prefix))
         finally:
             runner.free(sequence)
-    if not math.isfinite(nats):
-        raise ValueError(NOT_FINITE)
     if not math.isfinite(nats):
         raise ValueError(
             f"the model's log-probabilities are not finite with {runner.pool.layout.name}: no bits per byte"
