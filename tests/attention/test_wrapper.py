@@ -18,6 +18,7 @@ from uncast.attention import (
     ProblemSpec,
     Refused,
     registry,
+    verified,
     wrapper,
 )
 from uncast.attention.registry import UnknownBackend
@@ -224,7 +225,7 @@ def test_an_explicit_backend_that_cannot_is_refused_with_alternatives() -> None:
 
 
 def test_claimed_warns_once_strict_refuses_and_a_probe_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapper, "_verified", set())
+    monkeypatch.setattr(verified, "_verified", set())
     monkeypatch.setattr(wrapper, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

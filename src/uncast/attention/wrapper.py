@@ -21,6 +21,7 @@ from uncast.attention.metadata import normalise
 from uncast.attention.operands import check_run, check_write
 from uncast.attention.plan import AttentionPlan
 from uncast.attention.problem import ProblemError, ProblemSpec
+from uncast.attention.verified import combination, is_verified
 from uncast.latent.codec import Scale, check_scale
 
 
@@ -32,22 +33,7 @@ class ClaimedCapabilityWarning(UserWarning):
     """A combination runs that has not been verified on this machine."""
 
 
-_verified: set[tuple[str, ProblemSpec]] = set()
 _warned: set[tuple[str, ProblemSpec]] = set()
-
-
-def combination(spec: ProblemSpec) -> ProblemSpec:
-    """The spec without what does not select code: scale and, beyond decode or not, the query length."""
-    return replace(spec, sm_scale=1.0, max_q_len=min(spec.max_q_len, 2), return_lse=False)
-
-
-def mark_verified(backend: str, spec: ProblemSpec) -> None:
-    """Records that `backend` ran `spec` on this machine and matched the oracle."""
-    _verified.add((backend, combination(spec)))
-
-
-def is_verified(backend: str, spec: ProblemSpec) -> bool:
-    return (backend, combination(spec)) in _verified
 
 
 class MLAPagedAttention:
@@ -58,7 +44,7 @@ class MLAPagedAttention:
 
     Args:
         backend: "auto" (the first that can, verified before claimed) or a registered name.
-        strict: refuse a combination that is only claimed.
+        strict: refuse a combination that is only claimed; `uncast probe` verifies, see `uncast.attention.verified`.
     """
 
     def __init__(self, backend: str = "auto", *, strict: bool = False) -> None:
@@ -263,7 +249,9 @@ class MLAPagedAttention:
             return "verified"
         what = f"{impl.name} for {spec.kv_layout}, {spec.num_heads} heads, page size {spec.page_size} on {spec.device}"
         if self.strict:
-            raise Refused(f"{what} is claimed but not verified on this machine: run the probe, or pass strict=False")
+            raise Refused(
+                f"{what} is claimed but not verified on this machine: run `uncast probe`, or pass strict=False"
+            )
         key = (impl.name, combination(spec))
         if key not in _warned:
             _warned.add(key)

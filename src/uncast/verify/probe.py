@@ -10,7 +10,7 @@ import torch
 
 from uncast.attention import ClaimedCapabilityWarning, MLAPagedAttention, Problem, ProblemSpec
 from uncast.attention.oracle import mla_oracle, relative_errors
-from uncast.attention.wrapper import mark_verified
+from uncast.attention.verified import mark_verified
 from uncast.latent.codec import Scale, decode_rows, encode_rows
 from uncast.latent.layouts import row_layout
 
