@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny_model import build_model_folder
+from uncast.cli.generate import load_with_bar
 from uncast.cli.main import main
 
 KEYS = {
@@ -230,3 +232,19 @@ def test_the_accounting_is_one_unpadded_line_each(folder: Path, capsys: pytest.C
     pool_cast = next(line for line in lines if line.startswith("a pool cast"))
     assert pool_cast.endswith("every layer)") and len(pool_cast) > 80
     assert all(line == line.rstrip() for line in lines[-6:])
+
+
+def test_a_small_model_computes_on_one_thread_unless_the_user_says_otherwise(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        load_with_bar(folder, 2, quiet=True)
+        assert torch.get_num_threads() == 2
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        load_with_bar(folder, 2, quiet=True)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
