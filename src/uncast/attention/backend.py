@@ -46,10 +46,19 @@ class Backend(ABC):
         name: as registered.
         copy_layout: None for a backend that reads the cache as stored; else the layout of the copy that it attends to, whose
             rounded values, not the stored ones, are what its accuracy is measured against.
+        requires: the package it needs beyond torch, by its name in an installation; "" for none.
+        cuda_graph: whether `run` may be captured in a CUDA graph and replayed.
+        uniform_q_len: whether all requests of a batch must have the same number of query rows.
+        lossy: rounds queries to FP8. Such a backend is measured against wider bounds, its name says so, and `auto` never takes
+            it.
     """
 
     name: str
     copy_layout: str | None = None
+    requires: str = ""
+    cuda_graph: bool = False
+    uniform_q_len: bool = False
+    lossy: bool = False
 
     @abstractmethod
     def capability(self, spec: ProblemSpec) -> Capability:

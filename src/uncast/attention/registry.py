@@ -42,6 +42,25 @@ def names() -> list[str]:
     return [*_BACKENDS, *(f"{wrapper}:{inner}" for wrapper in _WRAPPERS for inner in _BACKENDS)]
 
 
+def paths() -> dict[str, str]:
+    """Registered backends and their dotted paths, without wrapped forms."""
+    return dict(_BACKENDS)
+
+
+def backend_class(name: str) -> type[Backend]:
+    """The class registered as `name` (no wrapped form), not made: its library need not be installed.
+
+    Raises:
+        UnknownBackend: as `create`.
+    """
+    if name not in _BACKENDS:
+        raise UnknownBackend(f"unknown attention backend {name!r}: use one of {', '.join(_BACKENDS)}")
+    found = _find(name, _BACKENDS[name])
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise UnknownBackend(f"{name!r} is registered as {_BACKENDS[name]}, which is not a class of attention Backend")
+    return found
+
+
 def create(name: str) -> Backend:
     """A new instance of the backend `name`.
 
@@ -66,8 +85,16 @@ def create(name: str) -> Backend:
 
 def _make(name: str, path: str, *inner: Backend) -> Any:
     """An instance of the class at `path`; a backend imports its library in its module or when it is made."""
+    made = _find(name, path)
+    try:
+        return made(*inner)
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        raise UnknownBackend(f"the attention backend {name!r} cannot be imported: {error}") from None
+
+
+def _find(name: str, path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)(*inner)
-    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, OSError, AttributeError) as error:
         raise UnknownBackend(f"the attention backend {name!r} cannot be imported: {error}") from None

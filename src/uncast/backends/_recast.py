@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from uncast.attention.backend import Backend, Capability
+from uncast.attention.backend import Capability
 from uncast.attention.problem import ProblemSpec
 from uncast.latent.codec import Scale, decode_rows
 from uncast.latent.layouts import RowLayout, row_layout
@@ -19,10 +20,11 @@ def inner_spec(spec: ProblemSpec) -> ProblemSpec:
     return replace(spec, kv_layout="bf16")
 
 
-def recast_capability(name: str, inner: Backend, spec: ProblemSpec) -> Capability:
+def recast_capability(name: str, inner: Callable[[ProblemSpec], Capability], spec: ProblemSpec) -> Capability:
+    """Whether a cast in front of an inner backend with this capability can run `spec`."""
     if not spec.layout.is_fp8:
         return Capability.refused(f"{name} casts FP8 rows to BF16, and layout {spec.kv_layout} is not FP8")
-    return inner.capability(inner_spec(spec))
+    return inner(inner_spec(spec))
 
 
 def cast_rows(rows: torch.Tensor, layout: RowLayout, ckv_scale: Scale, kpe_scale: Scale, out: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ class FlashInferBackend(Backend):
     """Adapter of `flashinfer.mla.BatchMLAPagedAttentionWrapper` with one concrete kernel."""
 
     kernel: ClassVar[str]
+    requires = "flashinfer-python"
 
     def __init__(self) -> None:
         import flashinfer.mla
@@ -29,9 +30,10 @@ class FlashInferBackend(Backend):
         self._library: Any = flashinfer.mla
         self._workspace: torch.Tensor | None = None
 
-    def capability(self, spec: ProblemSpec) -> Capability:
-        reason = _refusal(spec, self.kernel)
-        return Capability.refused(f"{self.name} {reason}") if reason else Capability.claimed()
+    @classmethod
+    def capability(cls, spec: ProblemSpec) -> Capability:
+        reason = _refusal(spec, cls.kernel)
+        return Capability.refused(f"{cls.name} {reason}") if reason else Capability.claimed()
 
     def plan(self, problem: Problem) -> None:
         spec = problem.spec

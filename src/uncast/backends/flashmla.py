@@ -23,21 +23,25 @@ class FlashMLABackend(Backend):
 
     name = "flashmla"
     layout = "bf16"
+    requires = "sgl-flash-mla"
+    uniform_q_len = True
 
     def __init__(self) -> None:
         import flash_mla
 
         self._library: Any = flash_mla
 
-    def capability(self, spec: ProblemSpec) -> Capability:
-        reason = self._refusal(spec)
-        return Capability.refused(f"{self.name} {reason}") if reason else Capability.claimed()
+    @classmethod
+    def capability(cls, spec: ProblemSpec) -> Capability:
+        reason = cls._refusal(spec)
+        return Capability.refused(f"{cls.name} {reason}") if reason else Capability.claimed()
 
-    def _refusal(self, spec: ProblemSpec) -> str | None:
+    @classmethod
+    def _refusal(cls, spec: ProblemSpec) -> str | None:
         if spec.device != "cuda" or spec.arch != 90:
             return f"is built for sm_90, not {spec.device} sm_{spec.arch}"
-        if spec.kv_layout != self.layout:
-            return f"reads a {self.layout} cache, not {spec.kv_layout}"
+        if spec.kv_layout != cls.layout:
+            return f"reads a {cls.layout} cache, not {spec.kv_layout}"
         if spec.q_data_type != torch.bfloat16:
             return f"takes bfloat16 queries, not {spec.q_data_type}"
         if (spec.head_dim_ckv, spec.head_dim_kpe, spec.page_size) != (512, 64, 64):
@@ -94,6 +98,7 @@ class FlashMLALossyQ(FlashMLABackend):
 
     name = "flashmla_lossy_q"
     layout = "fp8_e4m3"
+    lossy = True
 
     def _make_schedule(self, problem: Problem) -> Any:
         schedule = self._library.get_mla_metadata()[0]

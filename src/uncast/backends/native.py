@@ -22,6 +22,8 @@ class NativeBackend(Backend):
     """
 
     name = "native"
+    requires = "triton"
+    cuda_graph = True
 
     def __init__(self, kernel: str = "auto") -> None:
         if kernel not in ("auto", "mma", "wgmma"):

@@ -23,9 +23,10 @@ class PoolCastBackend(Backend):
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.name = f"pool_cast:{inner.name}"
+        self.requires, self.uniform_q_len, self.lossy = inner.requires, inner.uniform_q_len, inner.lossy
 
     def capability(self, spec: ProblemSpec) -> Capability:
-        return recast_capability(self.name, self.inner, spec)
+        return recast_capability(self.name, self.inner.capability, spec)
 
     def plan(self, problem: Problem) -> None:
         self._problem = problem
