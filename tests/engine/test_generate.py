@@ -170,3 +170,13 @@ def test_incremental_decoding_waits_for_whole_characters(tokenizer: Tokenizer) -
     pieces = [decoder.push(token) for token in tokenizer.encode(text)]
     assert "".join(pieces) == text
     assert not any("�" in piece for piece in pieces)
+
+
+def test_a_step_is_named_in_a_profile_as_the_doctor_reads_it() -> None:
+    from uncast.doctor.labels import parse_label
+    from uncast.engine.runner import step_label
+
+    decode, mixed, prefill = (parse_label(step_label(x)) for x in ([(70, 1), (9, 1)], [(70, 1), (9, 9)], [(9, 9)]))
+    assert decode is not None and (decode.phase, decode.batch, decode.live_tokens) == ("decode", 2, 79)
+    assert mixed is not None and (mixed.phase, mixed.new_tokens, mixed.live_tokens) == ("mixed", 10, 79)
+    assert prefill is not None and (prefill.phase, prefill.batch) == ("prefill", 1)

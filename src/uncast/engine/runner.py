@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.profiler import record_function
 
 from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
@@ -44,6 +45,19 @@ class StepBytes:
     read: int
     written: int
     pool_cast: int
+
+
+def step_label(lengths: Seq[tuple[int, int]]) -> str:
+    """A step's name in a profile, in the form that SGLang's servers write and `uncast doctor` reads.
+
+    Args:
+        lengths: (cached rows after the step, tokens of the step) of each sequence.
+    """
+    batch, rows, tokens = len(lengths), sum(rows for rows, _ in lengths), sum(count for _, count in lengths)
+    if tokens == batch:
+        return f"step[DECODE bs={batch} g_sk={rows}]"
+    phase = "MIXED" if any(count == 1 for _, count in lengths) else "EXTEND"
+    return f"step[{phase} bs={batch} toks={tokens} g_sk={rows}]"
 
 
 class RunnerError(RuntimeError):
@@ -182,7 +196,8 @@ class ModelRunner:
         """
         batches = self._tiles(chunks, every_token) if self.deterministic else [self._whole(chunks, every_token)]
         self._plans = []
-        logits = [self._forward(batch, self.pool) for batch in batches]
+        with record_function(step_label([(sequence.cached + count, count) for sequence, count in chunks])):
+            logits = [self._forward(batch, self.pool) for batch in batches]
         for sequence, count in chunks:
             sequence.cached += count
         self._rows_needed = sum(sequence.cached for sequence, _ in chunks)

@@ -124,8 +124,6 @@ def plan_splits(
     blocks = -(-total_q * num_heads // block_rows) + min(batch, total_q)
     if max_q_len is not None:
         blocks = min(blocks, batch * -(-max_q_len * num_heads // block_rows))
-    if max_q_len is not None:
-        blocks = min(blocks, batch * -(-max_q_len * num_heads // block_rows))
     max_tiles = -(-max_kv_len // TILE)
     if batch_invariant:
         splits = max(1, min(INVARIANT_SPLITS, -(-max_tiles // INVARIANT_CHUNK)))

@@ -64,7 +64,9 @@ class Profiler:
             options: dict[str, Any] = {
                 name: True for name in _OPTIONS if name in (_ExperimentalConfig.__init__.__doc__ or "")
             }
-            profile = torch.profiler.profile(activities=activities, experimental_config=_ExperimentalConfig(**options))
+            profile = torch.profiler.profile(
+                activities=activities, record_shapes=True, experimental_config=_ExperimentalConfig(**options)
+            )
             profile.start()
             self._running = profile
             return self._path
