@@ -153,7 +153,7 @@ def test_a_backend_that_computes_nonsense_is_refused_at_warm_up(
         kwargs["out"].zero_()  # type: ignore[attr-defined]
 
     monkeypatch.setattr(TorchCpuBackend, "run", zeros)
-    with pytest.raises(RunnerError, match="torch_cpu differs from the oracle"):
+    with pytest.raises(RunnerError, match="torch_cpu gives zeros only"):
         ModelRunner(model, num_pages=2)
 
 
@@ -174,7 +174,7 @@ def test_incremental_decoding_waits_for_whole_characters(tokenizer: Tokenizer) -
 
 def test_a_step_is_named_in_a_profile_as_the_doctor_reads_it() -> None:
     from uncast.doctor.labels import parse_label
-    from uncast.engine.runner import step_label
+    from uncast.engine.labels import step_label
 
     decode, mixed, prefill = (parse_label(step_label(x)) for x in ([(70, 1), (9, 1)], [(70, 1), (9, 9)], [(9, 9)]))
     assert decode is not None and (decode.phase, decode.batch, decode.live_tokens) == ("decode", 2, 79)

@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
+from uncast.engine.labels import step_label
 from uncast.latent.codec import new_counters
 from uncast.latent.layouts import RowLayout, row_layout
 from uncast.latent.pool import PagedPool
@@ -45,19 +46,6 @@ class StepBytes:
     read: int
     written: int
     pool_cast: int
-
-
-def step_label(lengths: Seq[tuple[int, int]]) -> str:
-    """A step's name in a profile, in the form that SGLang's servers write and `uncast doctor` reads.
-
-    Args:
-        lengths: (cached rows after the step, tokens of the step) of each sequence.
-    """
-    batch, rows, tokens = len(lengths), sum(rows for rows, _ in lengths), sum(count for _, count in lengths)
-    if tokens == batch:
-        return f"step[DECODE bs={batch} g_sk={rows}]"
-    phase = "MIXED" if any(count == 1 for _, count in lengths) else "EXTEND"
-    return f"step[{phase} bs={batch} toks={tokens} g_sk={rows}]"
 
 
 class RunnerError(RuntimeError):
