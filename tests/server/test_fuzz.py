@@ -25,7 +25,7 @@ def test_nor_one_whose_pool_and_queue_are_nearly_full(folder: Path) -> None:
     with live_server(folder, engine) as live:
         report = asyncio.run(fuzz.run(live.url, range(10_000, 10_200), clients=12))
         assert not report.faults, report.faults[:5]
-        assert report.statuses[429] > 0 and report.statuses[200] > 15
+        assert report.statuses[429] > 0 and report.statuses[200] > 3
         assert live.wait_idle().preemptions_total > 0
 
 

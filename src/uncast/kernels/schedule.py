@@ -314,7 +314,19 @@ def find_work(
         chunk = b
     else:
         b, start, part0, group0, chunk = _find_request(
-            item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, invariant, BLOCK_ROWS, BATCH, OVERHEAD, NW, MIN
+            item,
+            qo_indptr,
+            kv_len_arr,
+            sched,
+            batch,
+            num_heads,
+            target,
+            invariant,
+            BLOCK_ROWS,
+            BATCH,
+            OVERHEAD,
+            NW,
+            MIN,
         )
     valid = b < batch
     b = gl.minimum(b, batch - 1)
