@@ -1,4 +1,4 @@
-"""Small batches for any spec, poisoned where nothing may be read: NaN in unused rows and pages, garbage in unused table entries."""
+"""Small batches for any spec, poisoned where nothing may be read: NaN in unused rows, garbage in unused table entries."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from uncast.verify.bands import BandedTensor
 from uncast.verify.cases import ProbeCase, make_case, plan_case, run_case
 
 __all__ = [
-    "LOSSY_LSE_ERROR", "LOSSY_ROW_ERROR", "LOSSY_TENSOR_ERROR", "MAX_LSE_ERROR", "MAX_ROW_ERROR", "MAX_TENSOR_ERROR", "ProbeCase",
-    "ProbeInputs", "ProbeResult", "make_case", "plan_case", "probe_combination", "run_case",
+    "LOSSY_LSE_ERROR", "LOSSY_ROW_ERROR", "LOSSY_TENSOR_ERROR", "MAX_LSE_ERROR", "MAX_ROW_ERROR", "MAX_TENSOR_ERROR",
+    "ProbeCase", "ProbeInputs", "ProbeResult", "make_case", "plan_case", "probe_combination", "run_case",
 ]  # fmt: skip
 
 MAX_ROW_ERROR = 1e-2

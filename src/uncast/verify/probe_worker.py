@@ -1,0 +1,127 @@
+"""The child process of a probe: asks and runs one backend, and answers over a pipe. It may die; its parent may not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from uncast.attention import ProblemError, Refused, registry
+from uncast.attention.registry import UnknownBackend
+from uncast.verify.probe import ProbeInputs, ProbeResult, probe_combination
+from uncast.verify.probe_grid import ProbeKey
+
+MAX_REASON = 240
+
+
+def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
+    """Answers messages until None: `("survey", keys)` with the reason of each refused key or None, `("probe", key)` with a row.
+
+    Args:
+        backends: names and dotted paths to register, the parent's.
+        log: a file that takes stdout and stderr of this process, libraries' and crashes' included.
+    """
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    for name, path in backends.items():
+        registry.register(name, path)
+    pipe.send(("ready", None))
+    inputs: ProbeInputs | None = None
+    with contextlib.suppress(EOFError, KeyboardInterrupt):  # the parent is gone, or Ctrl-C, which it handles
+        while (message := pipe.recv()) is not None:
+            task, payload = message
+            if task == "survey":
+                pipe.send(("done", [refusal(key) for key in payload]))
+                continue
+            row, inputs = probe_key(payload, inputs, lambda phase: pipe.send(("phase", phase)))
+            pipe.send(("done", row))
+            if payload.device == "cuda" and row["status"] != "verified":
+                return  # a CUDA context may be broken for good
+
+
+def refusal(key: ProbeKey) -> str | None:
+    """None if the backend claims at least one variant of `key`, else why not."""
+    try:
+        backend = registry.create(key.backend)
+    except UnknownBackend as error:
+        return str(error)
+    reasons = [backend.capability(spec) for _, spec in key.specs()]
+    return None if any(capability.ok for capability in reasons) else reasons[0].reason
+
+
+def probe_key(
+    key: ProbeKey, inputs: ProbeInputs | None, tell: Callable[[str], None]
+) -> tuple[dict[str, Any], ProbeInputs | None]:
+    """The row of `key`: verified if every variant that the backend claims is; and the inputs, for the next key."""
+    start, phase = time.perf_counter(), "create"
+    results: list[ProbeResult] = []
+
+    def on_phase(name: str) -> None:
+        nonlocal phase
+        phase = name
+        tell(name)
+
+    try:
+        backend = registry.create(key.backend)
+        variants = [(variant, spec) for variant, spec in key.specs() if backend.capability(spec).ok]
+        for _, spec in variants:
+            inputs = ProbeInputs.of(spec, backend.uniform_q_len, inputs)
+            results.append(probe_combination(key.backend, spec, inputs=inputs, graph=True, on_phase=on_phase))
+            if not results[-1].verified:
+                break
+    except Exception as error:  # whatever a backend raises is a row; that is what this process is for
+        return key.row("failed", explain(key.backend, phase, error), seconds=_since(start)), inputs
+    more = {
+        "row_error": _finite(max(r.row_error for r in results)) if results else None,
+        "tensor_error": _finite(max(r.tensor_error for r in results)) if results else None,
+        "seconds": _since(start),
+    }
+    if not results:
+        return key.row("failed", f"{key.backend} no longer claims what it claimed when asked first", **more), inputs
+    if not results[-1].verified:
+        causal, lse_base, invariant = variants[len(results) - 1][0]
+        where = f"causal {causal}, LSE base {lse_base}, batch_invariant {invariant}"
+        return key.row("failed", f"{results[-1].reason} ({where})", **more), inputs
+    return key.row("verified", "", **more, variants=[list(variant) for variant, _ in variants]), inputs
+
+
+def explain(backend: str, phase: str, error: Exception) -> str:
+    """What an exception says about a backend, in one sentence."""
+    message = str(error)
+    lower = message.lower()
+    line = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
+    if "static assert" in lower or "static_assert" in lower:
+        line = next(x.strip() for x in message.splitlines() if "static" in x.lower() and "assert" in x.lower())
+        what = f"fails to compile on a static assertion: {line}"
+    elif "compil" in type(error).__name__.lower() or ("compil" in lower and phase == "plan"):
+        what = f"fails to compile: {line}"
+    elif "illegal memory access" in lower or "misaligned address" in lower:
+        what = f"makes an illegal memory access: {line}"
+    elif "out of memory" in lower or "out of resource" in lower:
+        what = f"does not fit: {line}"
+    elif isinstance(error, Refused | ProblemError) and phase == "plan":
+        what = f"claims this and refuses it in plan(): {line}"
+    else:
+        what = f"raises {type(error).__name__} in {phase}(): {line}"
+    return shorten(f"{backend} {what}")
+
+
+def shorten(sentence: str) -> str:
+    return sentence if len(sentence) <= MAX_REASON else sentence[: MAX_REASON - 3] + "..."
+
+
+def _finite(value: float) -> float | None:
+    return value if value < float("inf") else None
+
+
+def _since(start: float) -> float:
+    return round(time.perf_counter() - start, 3)
