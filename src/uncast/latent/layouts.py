@@ -75,6 +75,11 @@ def row_layout(name: str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -
         raise LayoutError(f"kv_lora_rank {kv_lora_rank} and qk_rope_head_dim {qk_rope_head_dim} must be positive")
     if name == "auto":
         name = "fp8_ds_mla" if (kv_lora_rank, qk_rope_head_dim) == (512, 64) else "bf16"
+    if name in ("e5m2", "fp8_e5m2"):
+        raise LayoutError(
+            f"KV cache layout {name!r} is refused: no kernel reads e5m2 rows, whose 2 mantissa bits are too few for a latent; "
+            "use fp8_ds_mla or fp8_e4m3"
+        )
     if name not in LAYOUT_NAMES:
         raise LayoutError(f"unknown KV cache layout {name!r}: use one of auto, {', '.join(LAYOUT_NAMES)}")
     if name == "fp8_ds_mla":

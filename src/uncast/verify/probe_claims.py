@@ -1,0 +1,173 @@
+"""The documented matrix: what backends claim for any GPU, asked of their `capability` without running or needing their library.
+
+Each property is asked around one base case (`num_heads` 16, pages of 64, 512/64, decode): combinations of two properties off the
+base may be refused all the same, and `plan()` says so.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+
+from uncast.attention import Backend, Capability, ProblemSpec, registry
+from uncast.attention.problem import MAX_PAGE_SIZE, QUERY_DTYPES
+from uncast.attention.registry import UnknownBackend
+from uncast.backends._recast import recast_capability
+from uncast.latent.layouts import LayoutError, row_layout
+from uncast.verify.probe_grid import Filters, layouts
+
+GPU_ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
+HEAD_DIMS = ((512, 64), (256, 64), (512, 128), (128, 32))
+REFUSED_LAYOUTS = ("fp8_e5m2",)
+Ask = Callable[[ProblemSpec], Capability]
+
+
+def claims(filters: Filters) -> list[dict[str, Any]]:
+    """One row per backend and layout, refused ones with the reason; filtered by backend and layout."""
+    rows = [
+        _row(name, kv_layout)
+        for name in filters.backends or registry.names()
+        for kv_layout in layouts(filters)
+        if kv_layout not in REFUSED_LAYOUTS
+    ]
+    return rows + [_refused_layout(name) for name in REFUSED_LAYOUTS if name in (filters.layouts or REFUSED_LAYOUTS)]
+
+
+def would_probe() -> list[dict[str, Any]]:
+    """What `uncast probe` would look at on a GPU: backends with the layouts that they claim on any, and their package."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in claims(Filters()):
+        if row["status"] == "claimed" and any(gpu != "cpu" for gpu in row["gpus"]):
+            entry = {"backend": row["backend"], "package": row["package"], "installed": row["installed"], "layouts": []}
+            found.setdefault(row["backend"], entry)["layouts"].append(row["kv_layout"])
+    return list(found.values())
+
+
+def _row(name: str, kv_layout: str) -> dict[str, Any]:
+    wrapper, _, inner = name.rpartition(":")
+    try:
+        made = registry.backend_class(inner)
+    except UnknownBackend as error:
+        return _empty(name, kv_layout, str(error))
+    state = {
+        "package": made.requires,
+        "installed": _installed(made.requires),
+        "cuda_graph": made.cuda_graph and not wrapper,
+        "lossy_q": made.lossy,
+        "reads": "a bf16 copy" if wrapper else "as stored",
+    }
+    ask = _asker(inner, made)
+    if ask is None:
+        return _empty(name, kv_layout, f"{name} cannot be asked before {made.requires} is installed") | state
+    if wrapper:
+        direct = ask
+
+        def ask(spec: ProblemSpec) -> Capability:
+            return recast_capability(name, direct, spec)
+
+    bases = [
+        replace(_base(kv_layout), device="cuda" if arch else "cpu", arch=arch, q_data_type=dtype)
+        for arch, dtype in product((0, *GPU_ARCHS), QUERY_DTYPES)
+    ]
+    able = [spec for spec in bases if ask(spec).ok]
+    if not able:
+        hopper = next(spec for spec in bases if spec.arch == 90)
+        return _empty(name, kv_layout, ask(hopper).reason) | state
+    return _empty(name, kv_layout, "") | state | {"status": "claimed", "gpus": _chips(able)} | _properties(ask, able)
+
+
+def _properties(ask: Ask, able: list[ProblemSpec]) -> dict[str, Any]:
+    """What the backend claims when one property after the other leaves the base case, on any of its chips."""
+
+    def any_of(**changes: Any) -> bool:
+        return any(_ok(ask, replace(spec, **changes)) for spec in able)
+
+    return {
+        "heads": ranges(n for n in range(1, 129) if any_of(num_heads=n)),
+        "heads_causal_extend": ranges(n for n in range(1, 129) if any_of(num_heads=n, max_q_len=8)),
+        "page_sizes": [p for p in _powers(MAX_PAGE_SIZE) if any_of(page_size=p)],
+        "extend": any_of(max_q_len=8, causal=False),
+        "causal": any_of(max_q_len=8, causal=True),
+        "lse_bases": [base for base in ("2", "e") if any_of(lse_base=base, return_lse=True)],
+        "head_dims": [f"{a}/{b}" for a, b in HEAD_DIMS if any_of(head_dim_ckv=a, head_dim_kpe=b)],
+        "batch_invariant": any_of(batch_invariant=True),
+    }
+
+
+def _base(kv_layout: str) -> ProblemSpec:
+    return ProblemSpec(num_heads=16, page_size=64, kv_layout=kv_layout)
+
+
+def _ok(ask: Ask, spec: ProblemSpec) -> bool:
+    try:
+        return ask(spec).ok
+    except LayoutError:
+        return False
+
+
+def _asker(name: str, made: type[Backend]) -> Ask | None:
+    """The backend's `capability`; None if it needs an instance and its library is not here."""
+    if inspect.ismethod(made.capability):  # of the class: no library needed
+        bound: Ask = made.capability
+        return bound
+    try:
+        return registry.create(name).capability
+    except UnknownBackend:
+        return None
+
+
+def _empty(name: str, kv_layout: str, reason: str) -> dict[str, Any]:
+    return {
+        "backend": name, "kv_layout": kv_layout, "status": "refused", "reason": reason, "gpus": {}, "heads": "",
+        "heads_causal_extend": "", "page_sizes": [], "extend": False, "causal": False, "lse_bases": [], "head_dims": [],
+        "batch_invariant": False, "cuda_graph": False, "lossy_q": False, "reads": "", "package": "", "installed": "",
+    }  # fmt: skip
+
+
+def _refused_layout(kv_layout: str) -> dict[str, Any]:
+    try:
+        row_layout(kv_layout)
+    except LayoutError as error:
+        return _empty("all", kv_layout, str(error))
+    raise AssertionError(f"{kv_layout} is listed as refused, and it is a layout")
+
+
+def _chips(able: list[ProblemSpec]) -> dict[str, list[str]]:
+    """Query dtypes by chip, as "cpu" or "sm_90"."""
+    chips: dict[str, list[str]] = {}
+    for spec in able:
+        chip = f"sm_{spec.arch}" if spec.arch else "cpu"
+        chips.setdefault(chip, []).append(str(spec.q_data_type).removeprefix("torch."))
+    return chips
+
+
+def _installed(package: str) -> str:
+    if not package:
+        return torch.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _powers(limit: int) -> Iterator[int]:
+    value = 1
+    while value <= limit:
+        yield value
+        value *= 2
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as text: "1-128", "1, 2, 4, 8-16"."""
+    found = list(numbers)
+    if not found:
+        return ""
+    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(found)) if b != a + 1), len(found)]
+    runs = [found[a:b] for a, b in pairwise(cuts)]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
