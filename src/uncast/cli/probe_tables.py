@@ -65,7 +65,7 @@ def failures_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def claims_table(rows: list[dict[str, Any]]) -> Table:
-    """The documented matrix, refused backends and layouts included."""
+    """The documented matrix with what is refused; of casts in front of backends, only what is claimed."""
     table = Table(title="Claims of the backends, by layout")
     for name in (
         "backend",
@@ -81,6 +81,8 @@ def claims_table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(name, overflow="fold")
     for row in rows:
         package = f"{row['package']} {row['installed']}".strip()
+        if row["status"] == "refused" and ":" in row["backend"]:
+            continue
         if row["status"] == "refused":
             lines = ["-", "-", "-", "-", "-", package or "-", f"refused: {row['reason']}"]
         else:
@@ -88,6 +90,7 @@ def claims_table(rows: list[dict[str, Any]]) -> Table:
             extend = "" if row["heads_causal_extend"] == row["heads"] else f" ({row['heads_causal_extend'] or 'none'})"
             notes = [f"reads {row['reads']}", f"head dims {', '.join(row['head_dims'])}"]
             notes += ["rounds queries to FP8"] if row["lossy_q"] else []
+            notes += ["one q_len a batch"] if row["uniform_q_len"] else []
             lines = [
                 chips, row["heads"] + extend, ranges(row["page_sizes"]), "/".join(row["lse_bases"]),
                 "yes" if row["cuda_graph"] else "no", package, "; ".join(notes),

@@ -1,7 +1,7 @@
-"""The documented matrix: what backends claim for any GPU, asked of their `capability` without running or needing their library.
+"""The documented matrix: what backends claim for any GPU, asked of their `capability`; nothing runs, no library is needed.
 
-Each property is asked around one base case (`num_heads` 16, pages of 64, 512/64, decode): combinations of two properties off the
-base may be refused all the same, and `plan()` says so.
+Each property is asked around one base case (16 heads, pages of 64, 512/64, decode): two properties off the base together may
+be refused all the same, and `plan()` says so.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
-
-import torch
 
 from uncast.attention import Backend, Capability, ProblemSpec, registry
 from uncast.attention.problem import MAX_PAGE_SIZE, QUERY_DTYPES
@@ -56,10 +54,11 @@ def _row(name: str, kv_layout: str) -> dict[str, Any]:
     except UnknownBackend as error:
         return _empty(name, kv_layout, str(error))
     state = {
-        "package": made.requires,
-        "installed": _installed(made.requires),
+        "package": made.requires or "torch",
+        "installed": _installed(made.requires or "torch"),
         "cuda_graph": made.cuda_graph and not wrapper,
         "lossy_q": made.lossy,
+        "uniform_q_len": made.uniform_q_len,
         "reads": "a bf16 copy" if wrapper else "as stored",
     }
     ask = _asker(inner, made)
@@ -126,7 +125,7 @@ def _empty(name: str, kv_layout: str, reason: str) -> dict[str, Any]:
     return {
         "backend": name, "kv_layout": kv_layout, "status": "refused", "reason": reason, "gpus": {}, "heads": "",
         "heads_causal_extend": "", "page_sizes": [], "extend": False, "causal": False, "lse_bases": [], "head_dims": [],
-        "batch_invariant": False, "cuda_graph": False, "lossy_q": False, "reads": "", "package": "", "installed": "",
+        "batch_invariant": False, "cuda_graph": False, "lossy_q": False, "uniform_q_len": False, "reads": "", "package": "", "installed": "",
     }  # fmt: skip
 
 
@@ -148,8 +147,6 @@ def _chips(able: list[ProblemSpec]) -> dict[str, list[str]]:
 
 
 def _installed(package: str) -> str:
-    if not package:
-        return torch.__version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
