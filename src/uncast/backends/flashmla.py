@@ -46,6 +46,8 @@ class FlashMLABackend(Backend):
             return f"takes bfloat16 queries, not {spec.q_data_type}"
         if (spec.head_dim_ckv, spec.head_dim_kpe, spec.page_size) != (512, 64, 64):
             return f"needs 512/64 rows in pages of 64, not {spec.head_dim_ckv}/{spec.head_dim_kpe} in {spec.page_size}"
+        if spec.batch_invariant:
+            return "splits work over the whole batch, so a request's bits depend on it: leave batch_invariant off"
         return None
 
     def plan(self, problem: Problem) -> None:

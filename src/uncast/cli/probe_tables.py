@@ -67,17 +67,8 @@ def failures_table(rows: list[dict[str, Any]]) -> Table:
 def claims_table(rows: list[dict[str, Any]]) -> Table:
     """The documented matrix with what is refused; of casts in front of backends, only what is claimed."""
     table = Table(title="Claims of the backends, by layout")
-    for name in (
-        "backend",
-        "layout",
-        "chips and queries",
-        "heads (causal extend)",
-        "pages",
-        "LSE",
-        "graph",
-        "package",
-        "notes",
-    ):
+    names = "backend,layout,chips and queries,heads (causal extend),pages,LSE,graph,package,notes"
+    for name in names.split(","):
         table.add_column(name, overflow="fold")
     for row in rows:
         package = f"{row['package']} {row['installed']}".strip()

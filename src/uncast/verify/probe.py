@@ -108,7 +108,7 @@ def probe_combination(
     spec: ProblemSpec,
     *,
     inputs: ProbeInputs | None = None,
-    graph: bool = False,
+    thorough: bool = False,
     on_phase: Callable[[str], None] | None = None,
 ) -> ProbeResult:
     """Runs `backend` twice on a small batch of `spec`; on success the combination counts as verified in this process.
@@ -118,7 +118,8 @@ def probe_combination(
 
     Args:
         inputs: those of a probe before, used again where they fit.
-        graph: also capture and replay a backend that says it can be captured (on a GPU).
+        thorough: also run each request alone for `batch_invariant`, and on a GPU capture and replay a backend that
+            can be.
         on_phase: told "plan", "run" and "graph" before each begins.
 
     Raises whatever the backend raises; a probe of unknown backends belongs in a child process.
@@ -144,7 +145,9 @@ def probe_combination(
         or _wrong_lse(lse, expected_lse, traits)
         or ("" if first.same_bits(second) else "gives different bits in two runs on the same input")
     )
-    if not reason and graph and traits.cuda_graph and spec.device == "cuda":
+    if not reason and thorough and spec.batch_invariant:
+        reason = _batch_fault(backend, spec, case, first)
+    if not reason and thorough and traits.cuda_graph and spec.device == "cuda":
         tell("graph")
         reason = _graph_fault(attention, case, first)
     if reason:
@@ -191,6 +194,27 @@ def _wrong_lse(lse: torch.Tensor, expected: torch.Tensor, traits: Backend) -> st
         return ""
     where = f"by {error:.1e}" if dead else "where a query sees no row it is not -inf"
     return f"differs from the oracle in its LSE: {where}"
+
+
+def _batch_fault(backend: str, spec: ProblemSpec, case: ProbeCase, first: _Run) -> str:
+    """Compares each live request's bits with those of a batch of it alone."""
+    starts = case.qo_indptr.tolist()
+    for request in case.seq_lens.nonzero().flatten().tolist():
+        rows = slice(starts[request], starts[request + 1])
+        alone = replace(
+            case,
+            block_tables=case.block_tables[request : request + 1], seq_lens=case.seq_lens[request : request + 1],
+            qo_indptr=case.qo_indptr[request : request + 2] - starts[request],
+            q_nope=case.q_nope[rows], q_pe=case.q_pe[rows],
+        )  # fmt: skip
+        attention = MLAPagedAttention(backend)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ClaimedCapabilityWarning)
+            plan_case(attention, spec, alone)
+        out, lse = run_case(attention, alone)
+        if not (torch.equal(out, first.out.tensor[rows]) and torch.equal(lse, first.lse.tensor[rows])):
+            return "gives a request other bits in a batch than alone, and batch_invariant was asked for"
+    return ""
 
 
 def _graph_fault(attention: MLAPagedAttention, case: ProbeCase, first: _Run) -> str:

@@ -125,7 +125,8 @@ def _empty(name: str, kv_layout: str, reason: str) -> dict[str, Any]:
     return {
         "backend": name, "kv_layout": kv_layout, "status": "refused", "reason": reason, "gpus": {}, "heads": "",
         "heads_causal_extend": "", "page_sizes": [], "extend": False, "causal": False, "lse_bases": [], "head_dims": [],
-        "batch_invariant": False, "cuda_graph": False, "lossy_q": False, "uniform_q_len": False, "reads": "", "package": "", "installed": "",
+        "batch_invariant": False, "cuda_graph": False, "lossy_q": False, "uniform_q_len": False,
+        "reads": "", "package": "", "installed": "",
     }  # fmt: skip
 
 

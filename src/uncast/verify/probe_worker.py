@@ -75,7 +75,7 @@ def probe_key(
         variants = [(variant, spec) for variant, spec in key.specs() if backend.capability(spec).ok]
         for _, spec in variants:
             inputs = ProbeInputs.of(spec, backend.uniform_q_len, inputs)
-            results.append(probe_combination(key.backend, spec, inputs=inputs, graph=True, on_phase=on_phase))
+            results.append(probe_combination(key.backend, spec, inputs=inputs, thorough=True, on_phase=on_phase))
             if not results[-1].verified:
                 break
     except Exception as error:  # whatever a backend raises is a row; that is what this process is for
