@@ -177,7 +177,7 @@ def _report(scene: Scene, found: Steps, times: Sequence[StepTime], options: Opti
         predicted_step_us=_together(scene, findings), attention=attention_lines(scene, peak),
         movements=[_movement(scene, g) for g in scene.groups[:MAX_MOVEMENTS]],
         graphs=_graph_join(scene.join), kernels=len(trace.kernels), kernels_linked_share=linked / len(trace.kernels),
-        skipped=dict(trace.skipped), notes=trace.notes + _notes(scene, found),
+        skipped=dict(trace.skipped), notes=[*trace.notes, *_notes(scene, found), *_beyond_the_step(scene, findings)],
     )  # fmt: skip
     return Diagnosis(report, scene)
 
@@ -271,3 +271,13 @@ def _notes(scene: Scene, found: Steps) -> list[str]:
     if any(t.outside for t in scene.times):
         notes.append("waits longer than a step's work were taken off the step's time")
     return notes + host_notes(scene)
+
+
+def _beyond_the_step(scene: Scene, findings: Sequence[Finding]) -> list[str]:
+    """Sums of kernel time may exceed a step only where streams run side by side."""
+    return [
+        f"the kernels of '{f.title}' add up to more than the step, {f.us_per_step / scene.step_us:.1f} times: they overlap on "
+        "several streams, or the trace holds some of them twice"
+        for f in findings
+        if scene.step_us and f.us_per_step > 1.001 * scene.step_us
+    ]

@@ -7,7 +7,6 @@ show. Category names are those of Kineto today, of 2021 (`Operator`, `Kernel`, .
 from __future__ import annotations
 
 import gc
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from uncast.doctor.chunks import Cutter
+from uncast.doctor.clean import MAX_AWAY_US, clean
 from uncast.doctor.envelope import metadata, no_trace, trailer
 from uncast.doctor.errors import TraceError
 from uncast.doctor.repair import last_event, mend, split_events
@@ -31,6 +31,8 @@ _FRAME = {"python_function", "Python"}
 _MARK = {"user_annotation", "cpu_user_annotation"}
 _NONE: Raw = Raw(b"")
 _LARGEST = 2**63 - 1
+MAX_TIME_US = 1e17
+"""Beyond every clock: microseconds since 1970 are 2e15."""
 
 
 class Args(Struct, gc=False):
@@ -95,6 +97,7 @@ def read_trace(path: Path, progress: Progress | None = None) -> Trace:
     if source.damage:
         trace.notes.append(f"{source.damage}: what came before it was read")
     trace.meta.update(metadata(cutter.head))
+    clean(trace)
     return trace
 
 
@@ -191,10 +194,10 @@ class _Store:
         except (TypeError, ValueError, OverflowError):
             trace.skipped["events without time"] += 1
             return
-        if not (math.isfinite(ts) and 0 <= dur < 1e15):
+        if not (abs(ts) < MAX_TIME_US and 0 <= dur < MAX_AWAY_US):  # false for NaN too
             trace.skipped["events with an impossible time"] += 1
             return
-        name = event.name if isinstance(event.name, str) else str(event.name)[:200]
+        name = event.name if isinstance(event.name, str) else _text(event.name)
         lane = trace.lanes.id((_thread(event.pid), _thread(event.tid)))
         args = event.args or _EMPTY
         if category in _OP:
@@ -247,6 +250,10 @@ class _Store:
 
 def _thread(value: Any) -> int | str:
     return value if isinstance(value, int | str) else str(value)[:80]
+
+
+def _text(value: Any) -> str:
+    return "(no name)" if value is None else str(value)[:200]
 
 
 def _whole(value: Any, default: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -59,6 +59,15 @@ class Spans:
 
     def end(self, index: int) -> float:
         return self.ts[index] + self.dur[index]
+
+    def columns(self) -> list[Any]:
+        """All columns, also those of a subclass."""
+        return list(vars(self).values())
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Leaves only these events, in this order."""
+        for name, column in vars(self).items():
+            setattr(self, name, array(column.typecode, [column[i] for i in indices]))
 
 
 class Kernels(Spans):
