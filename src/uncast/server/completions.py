@@ -16,7 +16,7 @@ from starlette.responses import Response
 from uncast.engine.request import Request as EngineRequest
 from uncast.server.answers import ChatWriter, CompletionWriter, Writer
 from uncast.server.body import B, check_content_type, parse, read_body
-from uncast.server.errors import ApiError
+from uncast.server.errors import ApiError, aborted
 from uncast.server.generation import Generation, gather
 from uncast.server.prepare import (
     Prompt,
@@ -29,6 +29,8 @@ from uncast.server.prepare import (
 from uncast.server.requests import ChatRequest, CompletionRequest, SamplingBody
 from uncast.server.state import Served, ServerState
 from uncast.server.stream import EventStream, while_connected
+
+_DONE = "[DONE]"
 
 
 async def complete(request: Request) -> Response:
@@ -107,7 +109,8 @@ async def _answer(
     state.require_ready()  # again: reading the body took time
     generation = Generation(served.engine, requests, state.metrics)
     if body.stream:
-        return EventStream(generation, _events(generation, writer))
+        last = (json.dumps(aborted().body()), _DONE)
+        return EventStream(generation, _events(generation, writer), expired=state.expired, last=last)
     async with generation:
         outputs = await while_connected(request.receive, gather(generation))
     return Response(_dump(writer.whole(outputs)), media_type="application/json")
@@ -127,7 +130,7 @@ async def _events(generation: Generation, writer: Writer) -> AsyncGenerator[str,
     else:
         if writer.include_usage:
             yield _dump(writer.closing())
-    yield "[DONE]"
+    yield _DONE
 
 
 def _dump(answer: BaseModel) -> str:

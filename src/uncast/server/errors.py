@@ -61,6 +61,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def aborted() -> ApiError:
+    """The end of a request that is not finished when the grace time after SIGTERM is over."""
+    return ApiError(503, "the request was aborted: the server is shutting down", code="aborted")
+
+
 def draining() -> ApiError:
     """The answer to new requests after SIGTERM."""
     return ApiError(

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from uncast.engine.async_engine import AsyncEngine, Draining, EngineDead, OutputStream, QueueFull
 from uncast.engine.request import Request, RequestError, RequestOutput
-from uncast.server.errors import ApiError, bad_request, draining
+from uncast.server.errors import ApiError, aborted, bad_request, draining
 from uncast.server.metrics import Metrics
 
 
@@ -62,7 +62,7 @@ class Generation:
                 if isinstance(item, EngineDead):
                     raise _as_api_error(item)
                 if item.finish_reason == "abort":
-                    raise ApiError(503, "the request was aborted: the server is shutting down", code="aborted")
+                    raise aborted()
                 if item.error is not None:
                     raise ApiError(503, item.error, code="model_failed")
                 left -= item.finished

@@ -17,11 +17,12 @@ import uvicorn
 from uncast.engine.async_engine import AsyncEngine
 from uncast.engine.request import GenerationError, Request
 from uncast.server.app import create_app
+from uncast.server.drain import drain
 from uncast.server.errors import ApiError
 from uncast.server.state import Served, ServerState
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_FLUSH_S = 5
+_CLOSE_S = 5
 _KEEP_ALIVE_S = 30
 
 
@@ -69,13 +70,13 @@ async def serve(
 ) -> int:
     """Serves on `sock` until a signal. `load` makes the engine in a thread, while /ready says "warming".
 
-    The first signal drains: new requests get 503, running ones have `state.config.grace_s` seconds, then they are aborted. A
-    second one ends the process at once.
+    The first signal drains (see `uncast.server.drain`): new requests get 503, running ones and their answers have
+    `state.config.grace_s` seconds, then they are ended. A second one ends the process at once.
 
     A signal before the model is loaded ends the process with 0.
 
     Returns:
-        The exit code: 0, or 1 if requests had to be aborted.
+        The exit code: 0, or 1 if the drain had to end something.
 
     Raises:
         Whatever `load` raises.
@@ -90,7 +91,7 @@ async def serve(
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_FLUSH_S,
+            timeout_graceful_shutdown=_CLOSE_S,
         )
     )
     signalled = _watch_signals(say)
@@ -103,8 +104,7 @@ async def serve(
             loading.result()
             say(f"ready: {_describe(state)}")
             await signalled.wait()
-        state.draining = True
-        code = await _drain(state, say)
+        code = await drain(state, server, say)
     finally:
         server.should_exit = True
         await http
@@ -117,17 +117,6 @@ async def serve(
     if state.served is None:
         _exit_now(code)  # the interpreter cannot end in order while a thread still loads tensors
     return code
-
-
-async def _drain(state: ServerState, say: Callable[[str], None]) -> int:
-    if state.served is None:
-        return 0
-    engine = state.served.engine
-    say(f"shutting down: {engine.active} running requests have {state.config.grace_s:g} s")
-    aborted = await engine.drain(state.config.grace_s)
-    if aborted:
-        say(f"{aborted} requests did not finish in {state.config.grace_s:g} s and were aborted")
-    return 1 if aborted else 0
 
 
 async def _warm_up(state: ServerState, load: Callable[[], AsyncEngine]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,12 +86,17 @@ class Served:
 
 
 class ServerState:
-    """A server's life: warming (`served` is None), ready, draining; or failed."""
+    """A server's life: warming (`served` is None), ready, draining; or failed.
+
+    Attributes:
+        expired: set when the grace time of a drain is over; streams end then.
+    """
 
     def __init__(self, config: ServerConfig, served: Served | None = None) -> None:
         self.config, self.served = config, served
         self.created = int(time.time())
         self.draining = False
+        self.expired = asyncio.Event()
         self.metrics = Metrics(lambda: None if self.served is None else self.served.engine.stats())
         self.profiler = Profiler(config.profile_dir)
 

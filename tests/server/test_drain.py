@@ -1,0 +1,108 @@
+"""SIGTERM while clients read their answers slowly or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.server.live import MODEL, make_engine, wait_until
+from uncast.server import drain
+from uncast.server.run import listen, serve
+from uncast.server.state import ServerConfig, ServerState
+
+BODY = {"prompt": "the latent", "max_tokens": 300, "ignore_eos": True, "logprobs": 5, "n": 2}
+
+
+class SlowClient:
+    """Sends one request over a connection with small buffers, and reads only when told to."""
+
+    def __init__(self, address: tuple[str, int], body: dict[str, object]) -> None:
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.socket.settimeout(30)
+        self.socket.connect(address)
+        raw = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+        )
+        self.socket.sendall(head.encode() + b"\r\n\r\n" + raw)
+
+    def read_all(self) -> str:
+        parts = []
+        while part := self.socket.recv(1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode()
+
+
+def drained(
+    folder: Path, *, stream: bool, grace_s: float, read_on: str | None, capfd: pytest.CaptureFixture[str]
+) -> tuple[int, list[str], str]:
+    """Exit code, what the server said, and what the client got. The signal comes when the text is complete in the engine and
+    the client has read nothing; the client reads on when the server says `read_on` (None: after the end)."""
+    sock = listen("127.0.0.1", 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    address = sock.getsockname()
+    said: list[str] = []
+    got: list[str] = []
+    state = ServerState(ServerConfig(MODEL, grace_s=grace_s))
+
+    def act() -> None:
+        wait_until(lambda: any("ready" in line for line in said))
+        client = SlowClient(address, {**BODY, "stream": stream})
+        assert state.served is not None
+        engine = state.served.engine
+        wait_until(lambda: engine.stats().finished_total["length"] >= 3 and engine.active == 0, 30)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if read_on == "expired":
+            wait_until(state.expired.is_set)
+        elif read_on == "draining":
+            wait_until(lambda: state.draining)
+        else:
+            wait_until(lambda: any("cut off" in line for line in said))
+        got.append(client.read_all())
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    code = asyncio.run(serve(state, sock, lambda: make_engine(folder), said.append))
+    thread.join()
+    logged = capfd.readouterr().err
+    assert "Traceback" not in logged and "CancelledError" not in logged
+    return code, said, got[0]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
+def test_a_slow_reader_gets_its_whole_answer_within_the_grace_time(
+    long_folder: Path, stream: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, said, got = drained(long_folder, stream=stream, grace_s=30, read_on="draining", capfd=capfd)
+    assert code == 0 and len([line for line in said if "answers" in line]) == 0
+    assert '"error"' not in got and got.count('"length"') == 2
+    assert ("data: [DONE]" in got) == stream
+
+
+def test_after_the_grace_time_a_slow_stream_ends_with_an_error_event(
+    long_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, said, got = drained(long_folder, stream=True, grace_s=0.5, read_on="expired", capfd=capfd)
+    assert code == 1 and "1 answers were not read by their clients in 0.5 s" in said
+    assert not any("cut off" in line for line in said)
+    events = [line.removeprefix("data: ") for line in got.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == "aborted"
+    assert all(json.loads(event) for event in events[:-1]) and sum('"error"' in event for event in events) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
+def test_a_client_that_reads_nothing_is_cut_off_and_the_exit_code_says_so(
+    long_folder: Path, stream: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "FLUSH_S", 0.3)
+    code, said, got = drained(long_folder, stream=stream, grace_s=0.3, read_on=None, capfd=capfd)
+    assert code == 1 and any(line.startswith("1 answers were cut off") for line in said)
+    assert got.startswith("HTTP/1.1 200") and "[DONE]" not in got
