@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine.workload import PAGE, alone, make_engine, random_requests, run_all, tokens_of
+from uncast.engine.active import ActiveRequest
 from uncast.engine.core import EngineConfig
 from uncast.engine.request import Request, RequestError
 from uncast.engine.sampler import SamplingParams
@@ -227,3 +228,21 @@ def test_memory_stays_flat_over_many_requests(model: MLADecoder, tokenizer: Toke
     finally:
         tracemalloc.stop()
     assert tensors_after <= tensors and size_after - size < 40_000
+
+
+@pytest.mark.parametrize("end", ["length", "end token"])
+def test_a_stop_string_that_the_last_bytes_complete_is_a_stop(tokenizer: Tokenizer, end: str) -> None:
+    """Half a character is held back until the end, where it is U+FFFD; that can complete a stop string."""
+    letter, half, last = tokenizer.encode("a")[0], tokenizer.encode("\u00e9")[0], 511
+    assert tokenizer.decode([letter, half]) == "a\ufffd"
+    for stop, text, reason, matched in (
+        ("a\ufffd", "", "stop", "a\ufffd"),
+        ("\ufffd", "a", "stop", "\ufffd"),
+        ("\ufffdb", "a\ufffd", "length" if end == "length" else "stop", None if end == "length" else last),
+    ):
+        request = Request([1], max_tokens=2 if end == "length" else 9, stop=[stop])
+        active = ActiveRequest(request, 0, tokenizer, frozenset([last]), 512)
+        outputs = [active.accept(token, None) for token in (letter, half, last)[: 2 if end == "length" else 3]]
+        assert "".join(output.text for output in outputs) == text
+        assert (outputs[-1].finish_reason, outputs[-1].matched_stop) == (reason, matched)
+        assert all(output.finish_reason is None for output in outputs[:-1])

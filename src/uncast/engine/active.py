@@ -74,14 +74,18 @@ class ActiveRequest:
     def accept(self, token: int, logprob: TokenLogprob | None) -> RequestOutput:
         """Takes a sampled token: into the text, or as the end of it."""
         if token in self.end_ids:
-            return self.output(self._rest(), finish_reason="stop", matched_stop=token)
+            text = self._rest()
+            matched = token if self._matcher.matched is None else self._matcher.matched
+            return self.output(text, finish_reason="stop", matched_stop=matched)
         self.sequence.tokens.append(token)
         self.penalties.count(token)
         self.generated += 1
         text, stopped = self._matcher.push(self._decoder.push(token))
-        reason = "stop" if stopped else "length" if self.generated == self.request.max_tokens else None
-        if reason == "length":
+        full = self.generated == self.request.max_tokens
+        if full and not stopped:
             text += self._rest()
+            stopped = self._matcher.matched is not None
+        reason = "stop" if stopped else "length" if full else None
         logprobs = () if logprob is None else (logprob,)
         return self.output(text, (token,), logprobs, reason, self._matcher.matched)
 
