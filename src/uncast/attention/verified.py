@@ -64,6 +64,16 @@ def is_verified(backend: str, spec: ProblemSpec) -> bool:
     return (backend, combination(spec)) in _verified
 
 
+def learn(rows: Iterable[dict[str, Any]]) -> None:
+    """Takes a probe's rows into the memory of this process: verified ones in, others out."""
+    for row in rows:
+        if row["status"] != "verified":
+            if row["device"] not in _loaded:
+                _load(row["device"])  # before, so that the file does not bring it back
+            _verified.difference_update((row["backend"], combination(row_spec(row, variant))) for variant in VARIANTS)
+        _verified.update((row["backend"], combination(row_spec(row, variant))) for variant in row["variants"])
+
+
 def forget() -> None:
     """Empties the memory of this process; the file is read again on the next question."""
     with _lock:
@@ -75,9 +85,7 @@ def _load(device: str) -> None:
     with _lock:
         if device in _loaded:
             return
-        for row in read_rows(device):
-            for variant in row["variants"] if row["status"] == "verified" else ():
-                _verified.add((row["backend"], combination(row_spec(row, variant))))
+        learn(row for row in read_rows(device) if row["status"] == "verified")
         _loaded.add(device)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from uncast.attention import registry
-from uncast.attention.verified import VARIANTS, cache_path, forget, machine, read_rows, write_rows
+from uncast.attention.verified import VARIANTS, cache_path, learn, machine, read_rows, write_rows
 from uncast.verify.probe_grid import Filters, ProbeKey, keys, layouts
 from uncast.verify.probe_worker import shorten, worker_main
 
@@ -172,7 +172,7 @@ def run_probe(
                 crew.close()
                 report.rows += rows
                 _remember(device, [row for row in rows if row is not known.get(ProbeKey.of(row))], report)
-    forget()
+    learn(report.rows)
     return report
 
 
