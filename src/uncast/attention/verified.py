@@ -192,6 +192,8 @@ def _source_digest() -> str:
 
 
 def _gpu() -> tuple[str, str]:
+    if not torch.cuda.is_available():
+        return "no GPU", "none"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     name = f"{properties.name} sm_{properties.major}{properties.minor} {properties.multi_processor_count} SMs"
     with contextlib.suppress(OSError):
