@@ -87,7 +87,42 @@ def test_live_tokens_given_or_unknown(tmp_path: Path) -> None:
     assert f.bytes_needed_per_step is None and "1,728 bytes a call for every live token" in f.needed_source
     f = only(report(tmp_path, t, live_tokens=1000), "pool_cast")
     assert f.bytes_needed_per_step == 12 * 1000 * 576 * 3 and f.needed_source == "1,000 live tokens, --live-tokens"
-    assert report(tmp_path, t, live_tokens=400_000).findings == []  # nearly all of the pool is in use
+
+
+@pytest.mark.parametrize("live", [61_944, 61_945, 123_888, 400_000, 495_552])
+def test_the_pool_cast_is_found_whatever_the_fill(tmp_path: Path, live: int) -> None:
+    """A kernel that reads the cache as it is stored needs no cast, however many rows are in use."""
+    r = report(tmp_path, decode(cast_us=828.0, label=f"step[DECODE bs=8 g_sk={live}]", layers=12))
+    f = only(r, "pool_cast")
+    assert f.calls_per_step == 12 and f.shape == POOL and f.us_per_step == pytest.approx(12 * 828)
+    assert f.bytes_needed_per_step == 12 * live * 576 * 3
+    assert ("none with a kernel that reads the cache" in f.needed_source) == (8 * live > POOL[0])
+    assert f.predicted_step_us.low == pytest.approx(report(tmp_path, decode(layers=12)).step_us, rel=0.05)
+    assert f.predicted_step_us.low < f.predicted_step_us.high <= r.step_us
+    assert not any("do not fit" in note for note in r.notes)
+
+
+def test_more_live_tokens_than_rows_are_flagged(tmp_path: Path) -> None:
+    r = report(tmp_path, decode(cast_us=828.0, layers=12), live_tokens=600_000)
+    f = only(r, "pool_cast")
+    assert f.bytes_needed_per_step == f.bytes_per_step == 12 * POOL_BYTES
+    assert "all 495,552 rows: 600,000 live tokens, --live-tokens, are more than it has" in f.needed_source
+    assert any("600,000 live tokens (--live-tokens) do not fit into the pool's 495,552 rows" in n for n in r.notes)
+
+
+def test_the_steps_own_fp8_activations_are_no_pool(tmp_path: Path) -> None:
+    def activation(t: Tracer) -> None:
+        t.op("aten::copy_", [[16_384, 6144]] * 2, [BF16, FP8], CAST, 200.0)
+
+    for label in ("step[EXTEND bs=1 toks=16384 g_sk=16384]", "step[EXTEND bs=4 toks=16384 c_sk=9000]"):
+        assert "pool_cast" not in {f.kind for f in report(tmp_path, extra_in_clean(activation, label=label)).findings}
+
+
+def test_a_cast_of_few_gathered_rows_is_no_pool(tmp_path: Path) -> None:
+    def gathered(t: Tracer) -> None:
+        t.op("aten::copy_", [[4096, 1, 576]] * 2, [BF16, FP8], CAST, 6.0)
+
+    assert report(tmp_path, extra_in_clean(gathered)).findings == []
 
 
 def extra_in_clean(extra: Callable[[Tracer], None], **kwargs: object) -> Tracer:
@@ -250,6 +285,7 @@ def test_the_roofline_of_attention(tmp_path: Path) -> None:
         t.sync()
     line = report(tmp_path, t).attention[0]
     assert line.bytes_needed_per_step == 8 * 40_000 * 2 * 8 * 128 * 2
+    assert line.floor_us_per_step is not None and line.times_floor is not None
     assert line.floor_us_per_step == pytest.approx(line.bytes_needed_per_step / 4.8e6)
     assert line.times_floor == pytest.approx(800 / line.floor_us_per_step)
     assert report(tmp_path, t, peak_gb_per_s=2400.0).attention[0].times_floor == pytest.approx(line.times_floor / 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,23 @@ def test_what_is_no_trace_is_said_in_one_sentence(tmp_path: Path, data: bytes, s
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be read: No such file"):
         read_trace(tmp_path / "none.json")
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)  # nobody writes: opening it would wait for ever
+    for path, sentence in (
+        (pipe, "pipe.json is a pipe: a regular file is needed"),
+        (tmp_path, "is a folder: a regular file is needed"),
+        (Path("/dev/null"), "/dev/null is a device or socket: a regular file is needed"),
+        (Path("-"), "- (standard input) is no file: a regular file is needed"),
+    ):
+        with pytest.raises(TraceError) as caught:
+            read_trace(path)
+        assert sentence in str(caught.value)
+
+
+def test_a_kernel_without_a_name(tmp_path: Path, document: dict[str, Any]) -> None:
+    events = [e | {"name": None} if e["cat"] == "kernel" else e for e in document["traceEvents"]]
+    names = read(tmp_path, json.dumps(events)).names.values
+    assert "(no name)" in names and "None" not in names

@@ -86,6 +86,7 @@ def test_no_operator_is_mislinked_in_legacy_files() -> None:
 def test_training_with_graphs_and_legacy_ids() -> None:
     r = run("a100_train_cuda_graphs").report
     assert r.steps == 5 and r.steps_found_by == "ProfilerStep" and r.graphs is not None and r.graphs.joined == 0
+    assert r.judged == "training" and [p.phase for p in r.phases] == ["training"]
     assert not any(f.kind in ("pool_cast", "table_cast") for f in r.findings)
 
 

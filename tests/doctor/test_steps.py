@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.synthetic import Tracer, decode, decode_graph, layer, layer_kernels
+from tests.doctor.synthetic import BF16, Tracer, decode, decode_graph, layer, layer_kernels
 from uncast.doctor.diagnose import Options, diagnose
 from uncast.doctor.labels import parse_label
 from uncast.doctor.report import Report
@@ -129,3 +129,25 @@ def test_kernels_belong_to_the_step_that_launched_them(tmp_path: Path) -> None:
             event["ts"] += 3000.0
     r = report(tmp_path, t)
     assert r.steps == 5 and all(p.kernels_per_step == 40 for p in r.phases)
+
+
+@pytest.mark.parametrize("trace", ["optimizer", "backward"])
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_training_is_told_by_its_backward_pass_or_optimizer(tmp_path: Path, trace: str, rows: int) -> None:
+    """Of two kinds of steps in one trace only those that train are called so."""
+    t = Tracer()
+    for number in range(6):
+        with t.step(f"ProfilerStep#{number}"):
+            for _ in range(8):
+                t.op("aten::mm", [[rows, 6144], [6144, 6144]], [BF16, BF16], "nvjet", 90.0)
+            if number >= 3 and trace == "optimizer":
+                with t.step("Optimizer.step#AdamW.step"):
+                    t.op("aten::_foreach_add_", [[6144, 6144]], [BF16], "multi_tensor_apply_kernel", 50.0)
+            if number >= 3 and trace == "backward":
+                name = "autograd::engine::evaluate_function: MmBackward0"
+                with t.span("cpu_op", name):
+                    t.op("aten::mm", [[6144, rows], [rows, 6144]], [BF16, BF16], "nvjet", 180.0)
+        t.sync()
+    r = report(tmp_path, t)
+    assert {p.phase: p.steps for p in r.phases} == {"decode" if rows == 1 else "prefill": 3, "training": 3}
+    assert r.judged == ("decode" if rows == 1 else "training")

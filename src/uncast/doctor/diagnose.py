@@ -12,9 +12,11 @@ from uncast.doctor.attention import attention_lines
 from uncast.doctor.costs import MIN_KERNEL_US
 from uncast.doctor.errors import TraceError
 from uncast.doctor.graphs import Join, capture_files, find_captures, graph_replays, join
-from uncast.doctor.hosts import cpu_issue_us, find_syncs, has_stacks, host_notes, judge_host
+from uncast.doctor.hosts import cpu_issue_us, find_syncs, has_stacks, judge_host
 from uncast.doctor.link import Links, link
 from uncast.doctor.names import parse_name
+from uncast.doctor.notes import finding_notes, scene_notes
+from uncast.doctor.phases import choose_phase, infer_phases
 from uncast.doctor.reader import read_trace
 from uncast.doctor.report import Budget, Finding, GraphJoin, Movement, PhaseTimes, Range, Report
 from uncast.doctor.rules import calls_per_step, judge_moves
@@ -23,8 +25,6 @@ from uncast.doctor.source import Progress
 from uncast.doctor.steps import Step, Steps, StepTime, find_steps, layers_per_step, step_times
 from uncast.doctor.trace import Trace
 
-PHASES = ("decode", "verify", "draft", "mixed", "prefill", "training", "unknown")
-DECODE_ROWS, PREFILL_ROWS = 256, 512
 MAX_MOVEMENTS = 40
 PARTS = {
     "gemm": "matmuls", "attention": "attention", "attention_tail": "attention", "collective": "collectives",
@@ -63,17 +63,19 @@ def diagnose(path: Path, options: Options | None = None, progress: Progress | No
     trace = read_trace(path, progress)
     if not len(trace.kernels):
         what = f"{len(trace.ops):,} CPU operators" if len(trace.ops) else f"{trace.events:,} events"
-        raise TraceError(
-            f"{path} holds no GPU kernels ({what}): record with ProfilerActivity.CUDA, or the server's GPU activity"
-        )
+        advice = "record with ProfilerActivity.CUDA, or the server's GPU activity"
+        broken = _damage(trace)
+        advice = f"it is not whole ({broken}); copy it again, or {advice}" if broken else advice
+        raise TraceError(f"{path} holds no GPU kernels ({what}): {advice}")
     links = link(trace)
     found = find_steps(trace, links)
     if not found.steps:
-        raise TraceError(f"{path} holds GPU kernels but no step could be found in it")
+        broken = _damage(trace)
+        lost = f": it is not whole ({broken})" if broken else ""
+        raise TraceError(f"{path} holds GPU kernels but no step could be found in it{lost}")
     times = step_times(trace, found.steps)
-    for step in found.steps:
-        _infer_phase(trace, links, step)
-    judged = _choose(found.steps, times, options.phase, path)
+    infer_phases(trace, links, found.steps)
+    judged = choose_phase(found.steps, times, options.phase, path)
     members = [n for n, s in enumerate(found.steps) if s.phase == judged]
     steps = [found.steps[n] for n in members]
     batch = next((s.batch for s in steps if s.batch is not None), None)
@@ -87,6 +89,11 @@ def diagnose(path: Path, options: Options | None = None, progress: Progress | No
     return _report(scene, found, times, options)
 
 
+def _damage(trace: Trace) -> str:
+    """What the reader knows to be missing from the file, "" if nothing is."""
+    return "; ".join([*trace.notes, *(f"{n:,} {reason}" for reason, n in trace.skipped.items())])
+
+
 def _median(values: Sequence[int | None]) -> int | None:
     known = [v for v in values if v is not None]
     return round(median(known)) if known else None
@@ -97,50 +104,6 @@ def _live(steps: Sequence[Step], options: Options) -> tuple[int | None, str]:
         return options.live_tokens, options.live_source
     labelled = _median([s.live_tokens for s in steps])
     return labelled, "from the step labels" if labelled is not None else "unknown"
-
-
-def _infer_phase(trace: Trace, links: Links, step: Step) -> None:
-    """Where no label tells: few rows in the GEMMs are a decode step, many a prefill; graph replays are decode steps."""
-    if step.phase != "unknown":
-        return
-    rows = []
-    in_graph = 0
-    for kernel in step.kernels:
-        launch = links.launch[kernel]
-        if launch < 0:
-            continue
-        in_graph += "GraphLaunch" in trace.names[trace.launches.name[launch]]
-        op = links.op[launch]
-        if op < 0 or parse_name(trace.names[trace.kernels.name[kernel]]).kind != "gemm":
-            continue
-        name = trace.names[trace.ops.name[op]]
-        shapes = [d for d in trace.signature(trace.ops.sig[op]).dims if isinstance(d, list) and len(d) == 2]
-        if (
-            name in ("aten::mm", "aten::addmm", "aten::linear")
-            and shapes
-            and all(isinstance(x, int) for x in shapes[0])
-        ):
-            rows.append(int(shapes[0][0]))
-    if in_graph > len(step.kernels) / 2:
-        step.phase = "decode"
-    elif rows:
-        middle = median(rows)
-        step.phase = "decode" if middle <= DECODE_ROWS else "prefill" if middle > PREFILL_ROWS else "unknown"
-        if step.phase == "decode" and step.new_tokens is None:
-            step.new_tokens = round(middle)
-
-
-def _choose(steps: Sequence[Step], times: Sequence[StepTime], asked: str | None, path: Path) -> str:
-    total: dict[str, float] = defaultdict(float)
-    for step, time in zip(steps, times, strict=True):
-        total[step.phase] += time.wall
-    if asked is not None:
-        if asked not in total:
-            raise TraceError(f"{path} holds no {asked} steps; it has {', '.join(sorted(total))}")
-        return asked
-    if "decode" in total:
-        return "decode"
-    return max((p for p in total if p != "idle"), key=lambda p: total[p], default=next(iter(total)))
 
 
 def _join(
@@ -177,7 +140,7 @@ def _report(scene: Scene, found: Steps, times: Sequence[StepTime], options: Opti
         predicted_step_us=_together(scene, findings), attention=attention_lines(scene, peak),
         movements=[_movement(scene, g) for g in scene.groups[:MAX_MOVEMENTS]],
         graphs=_graph_join(scene.join), kernels=len(trace.kernels), kernels_linked_share=linked / len(trace.kernels),
-        skipped=dict(trace.skipped), notes=[*trace.notes, *_notes(scene, found), *_beyond_the_step(scene, findings)],
+        skipped=dict(trace.skipped), notes=[*trace.notes, *scene_notes(scene, found), *finding_notes(scene, findings)],
     )  # fmt: skip
     return Diagnosis(report, scene)
 
@@ -245,39 +208,3 @@ def _graph_join(found: Join) -> GraphJoin | None:
         return None
     capture = found.capture.trace.path if found.capture else None
     return GraphJoin(replayed=found.replayed, joined=found.matched, capture=capture)
-
-
-def _notes(scene: Scene, found: Steps) -> list[str]:
-    notes = []
-    join_ = scene.join
-    if join_.replayed and not join_.matched:
-        lost = "neither shapes nor grids" if scene.amd else "no shapes or operators, only names and grids"
-        notes.append(
-            f"{join_.replayed:,} kernels ran inside graph replays, of which a trace keeps {lost}: give the capture pass with "
-            "--capture (vLLM: capture_torch_profiler; SGLang: --enable-profile-cuda-graph), or profile without graphs"
-        )
-    elif join_.matched < join_.replayed:
-        notes.append(
-            f"{join_.replayed - join_.matched:,} of {join_.replayed:,} replayed kernels met no launch of the capture"
-        )
-    if any("StreamBeginCapture" in name for name in scene.trace.names.values):
-        notes.append("this is the capture pass of a graph: give it with --capture beside the trace of its replay")
-    launched = sum(launch >= 0 for launch in scene.links.launch)
-    if len(scene.trace.ops) and launched < 0.8 * len(scene.trace.kernels):
-        missing = 1 - launched / len(scene.trace.kernels)
-        notes.append(f"{missing:.0%} of the kernels have no launch in this trace: the findings may miss some")
-    if found.steps and found.how.startswith(("none", "the period")):
-        notes.append("no step is marked in this trace: boundaries are a guess")
-    if any(t.outside for t in scene.times):
-        notes.append("waits longer than a step's work were taken off the step's time")
-    return notes + host_notes(scene)
-
-
-def _beyond_the_step(scene: Scene, findings: Sequence[Finding]) -> list[str]:
-    """Sums of kernel time may exceed a step only where streams run side by side."""
-    return [
-        f"the kernels of '{f.title}' add up to more than the step, {f.us_per_step / scene.step_us:.1f} times: they overlap on "
-        "several streams, or the trace holds some of them twice"
-        for f in findings
-        if scene.step_us and f.us_per_step > 1.001 * scene.step_us
-    ]

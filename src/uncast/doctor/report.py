@@ -130,7 +130,16 @@ class Report(Struct, kw_only=True):
     notes: list[str]
 
 
-def to_json(report: Report | list[Report]) -> bytes:
+class Refused(Struct, kw_only=True):
+    """A file of a folder that could not be diagnosed, in the list of reports; `error` is one sentence."""
+
+    schema: int = SCHEMA
+    trace: str
+    rank: int | None = None
+    error: str
+
+
+def to_json(report: Report | Refused | list[Report | Refused]) -> bytes:
     """Indented JSON, floats to 3 decimals."""
     return msgspec.json.format(msgspec.json.encode(_rounded(msgspec.to_builtins(report))), indent=2)
 

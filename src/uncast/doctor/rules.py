@@ -18,6 +18,8 @@ MANY_TIMES = 8
 MIN_ROWS = 1024
 MIN_ROWS_UNKNOWN = 8192
 MIN_POOL_NUMEL = 4 << 20
+MAX_ROW = 8192
+"""Numbers a token and layer of a cache (64 heads of 128); rows of weights are often longer."""
 MIN_SHARE = 0.005
 ROUND_TRIP_REACH = 8
 
@@ -84,11 +86,24 @@ def _per_layer(scene: Scene, groups: Iterable[Group]) -> bool:
 
 
 def is_pool_cast(scene: Scene, group: Group) -> bool:
-    """A cast from FP8 to a wider float of many times the live tokens, or, where those are unknown, of a pool's size."""
+    """A cast from FP8 to a wider float of a tensor that is, by its size, the cache: of many times the live tokens, of a pool's
+    size where those are unknown, or of a pool that holds them. How full the pool is does not matter: a kernel that reads the
+    cache as it is stored needs no cast at all."""
     m = group.move
     if m.kind != "cast" or not is_fp8(m.dtype_from) or m.dtype_to not in ("bf16", "fp16", "fp32"):
         return False
-    return _pool_sized(scene, m) and m.shape not in scene.weights
+    return m.shape not in scene.weights and (_pool_sized(scene, m) or _filled_pool(scene, m))
+
+
+def _filled_pool(scene: Scene, move: Move) -> bool:
+    """A pool's size and shape, and not the step's own tokens. Fewer rows than live tokens are still a pool where the shape has
+    heads or pages: the number is given wrongly, or counts shared prefixes once a sequence."""
+    tokens, row = per_token(move.shape)
+    if scene.live_tokens is None or move.numel < MIN_POOL_NUMEL or tokens < MIN_ROWS_UNKNOWN or row > MAX_ROW:
+        return False
+    if tokens in scene.rows or tokens <= (scene.new_tokens or 0):
+        return False
+    return tokens >= scene.live_tokens or len(move.shape) >= 3
 
 
 def is_pool_copy(scene: Scene, group: Group) -> bool:
@@ -177,9 +192,7 @@ def _needed(scene: Scene, kind: str, move: Move, calls: float) -> tuple[int | No
             return None, f"live tokens unknown ({each}); give --live-tokens or --metrics-url"
         if not row:
             return None, "only the number of elements is known: it may be a weight too; the capture pass tells"
-        return round(
-            min(scene.live_tokens, tokens) * row * width * calls
-        ), f"{count(scene.live_tokens)} live tokens, {scene.live_source}"
+        return round(min(scene.live_tokens, tokens) * row * width * calls), _live_source(scene, kind, tokens)
     if kind == "table_cast":
         if scene.new_tokens is None:
             return None, "the batch's tokens are unknown"
@@ -187,6 +200,15 @@ def _needed(scene: Scene, kind: str, move: Move, calls: float) -> tuple[int | No
             min(scene.new_tokens, tokens) * row * width * calls
         ), f"{count(scene.new_tokens)} tokens in the step"
     return 0, "none: the consumer can read the tensor where and as it is"
+
+
+def _live_source(scene: Scene, kind: str, tokens: int) -> str:
+    live = f"{count(scene.live_tokens or 0)} live tokens, {scene.live_source}"
+    if scene.live_tokens is not None and scene.live_tokens > tokens:
+        live = f"all {count(tokens)} rows: {live}, are more than it has"
+    if kind == "pool_cast" and scene.live_tokens is not None and tokens < MANY_TIMES * scene.live_tokens:
+        live += "; none with a kernel that reads the cache as it is stored"
+    return live
 
 
 def _finding(scene: Scene, kind: str, groups: list[Group]) -> Finding:

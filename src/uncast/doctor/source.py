@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,20 +22,33 @@ Progress = Callable[[int, int], None]
 """Called with bytes of the file read so far and bytes in all."""
 
 
+def _kind(mode: int) -> str:
+    return "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+
+
 class ByteSource:
     """Iterates over a trace's bytes; afterwards `damage` says why it ended early, if it did.
 
     Raises:
-        TraceError: the file is missing, empty, or of a known other kind.
+        TraceError: the file is missing, empty, no regular file, or of a known other kind.
     """
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
         self.path, self.progress, self.damage = path, progress, ""
         try:
-            self.total = path.stat().st_size
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+                raise TraceError(
+                    f"{path} is {_kind(status.st_mode)}: a regular file is needed, so save the trace first"
+                )
+            self.total = status.st_size
             with path.open("rb") as file:
                 self._head = file.read(16)
         except OSError as error:
+            if str(path) == "-":
+                raise TraceError(
+                    "- (standard input) is no file: a regular file is needed, so save the trace first"
+                ) from None
             raise TraceError(f"{path} cannot be read: {error.strerror or error}") from None
         if self.total == 0:
             raise TraceError(f"{path} is empty")
