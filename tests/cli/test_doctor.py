@@ -91,11 +91,25 @@ def test_a_folder_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         t = decode(layers=6, cast_us=cast_us)
         t.meta["distributedInfo"] = {"rank": rank, "world_size": 2}
         t.write(tmp_path / f"r-TP-{rank}.json.gz")
-    (tmp_path / "broken-TP-2.json").write_text("{}")
+    code, out, _ = run(capsys, str(tmp_path))
+    assert code == 0 and "The slowest rank:" in out and "rank 1" in out
+    assert [r["rank"] for r in as_json(capsys, str(tmp_path))] == [0, 1]
+
+
+def test_a_refused_rank_is_not_forgotten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 2):
+        decode(layers=6, cast_us=500.0).write(tmp_path / f"r-TP-{rank}.json.gz")
+    (tmp_path / "r-TP-1.json").write_text("{}")
     code, out, err = run(capsys, str(tmp_path))
-    assert code == 0 and "The slowest rank:" in out and "rank 1" in out and "broken-TP-2.json" in err
-    reports = as_json(capsys, str(tmp_path))
-    assert [r["rank"] for r in reports] == [0, 1]
+    assert code == 1 and "The slowest rank:" in out and "1 of 3 files was refused" in out and "r-TP-1.json" in err
+    code, out, _ = run(capsys, str(tmp_path), "--json")
+    reports = json.loads(out)
+    assert code == 1 and len(reports) == 3 and ["error" in r for r in reports] == [False, True, False]
+    assert reports[1]["trace"].endswith("r-TP-1.json") and "no list `traceEvents`" in reports[1]["error"]
+    for name in ("r-TP-0.json.gz", "r-TP-2.json.gz"):
+        (tmp_path / name).unlink()
+    code, out, err = run(capsys, str(tmp_path), "--json")
+    assert code == 2 and out == "" and "no list `traceEvents`" in err and err.count("\n") == 1
 
 
 def test_capture_given_as_file_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +141,13 @@ def test_options_reach_the_report(capsys: pytest.CaptureFixture[str]) -> None:
         ([str(ROOT / "README.md")], "is no PyTorch profiler trace"),
         ([str(ROOT / "src")], "holds no traces"),
         ([str(EAGER), "--live-tokens", "0"], "--live-tokens is 0: at least 1 is needed"),
-        ([str(EAGER), "--peak-gbps", "-1"], "--peak-gbps is -1.0: a bandwidth above 0 is needed"),
+        ([str(EAGER), "--peak-gbps", "-1"], "--peak-gbps is -1.0: allowed are 1 to 1,000,000 (GB/s)"),
+        ([str(EAGER), "--peak-gbps", "inf"], "--peak-gbps is inf: allowed are 1 to 1,000,000 (GB/s)"),
+        ([str(EAGER), "--peak-gbps", "nan"], "--peak-gbps is nan: allowed are 1 to 1,000,000 (GB/s)"),
+        ([str(EAGER), "--peak-gbps", "1e300"], "--peak-gbps is 1e+300: allowed are 1 to 1,000,000 (GB/s)"),
+        ([str(EAGER), "--peak-gbps", "1e-300"], "--peak-gbps is 1e-300: allowed are 1 to 1,000,000 (GB/s)"),
+        (["-"], "- (standard input) is no file: a regular file is needed"),
+        (["/dev/null"], "/dev/null is a device or socket: a regular file is needed"),
         ([str(EAGER), "--phase", "prefill"], "holds no prefill steps; it has decode"),
         ([str(EAGER), "--html", "/no/where.html"], "/no/where.html cannot be written: /no is not a folder"),
         ([str(GRAPH), "--capture", str(ROOT / "README.md")], "is no PyTorch profiler trace"),
@@ -151,6 +171,31 @@ def test_a_cpu_only_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     t.events = [e for e in t.events if e["cat"] != "kernel"]
     code, _, err = run(capsys, str(t.write(tmp_path / "cpu.json")))
     assert code == 2 and "holds no GPU kernels" in err and "ProfilerActivity.CUDA" in err
+
+
+def test_a_cut_file_without_kernels_says_that_it_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = EAGER.read_bytes()
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(data[: len(data) // 12])
+    code, _, err = run(capsys, str(cut))
+    assert code == 2 and "holds no GPU kernels" in err and "the gzip data ends early" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("how", ["same", "symlink", "hardlink", "rank", "capture", "beside"])
+def test_the_page_never_replaces_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    trace = shutil.copy(DATA / "founding_graph.json.gz", tmp_path / "founding_graph.json.gz")
+    capture = shutil.copy(DATA / "founding_graph.capture.json.gz", tmp_path / "founding_graph.capture.json.gz")
+    link = tmp_path / "link.html"
+    if how in ("symlink", "hardlink"):
+        (link.symlink_to if how == "symlink" else link.hardlink_to)(trace)
+    page = {"same": trace, "rank": trace, "capture": capture, "beside": capture}.get(how, link)
+    options = [str(tmp_path if how == "rank" else trace), *(["--capture", str(capture)] if how == "capture" else [])]
+    before = Path(trace).read_bytes(), Path(capture).read_bytes()
+    code, out, err = run(capsys, *options, "--html", str(page))
+    assert (
+        code == 2 and "is a trace that is read: --html needs another file" in err and err.count("\n") == 1 and not out
+    )
+    assert (Path(trace).read_bytes(), Path(capture).read_bytes()) == before
 
 
 def test_help_shows_a_runnable_example(capsys: pytest.CaptureFixture[str]) -> None:

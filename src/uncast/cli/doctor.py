@@ -17,11 +17,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from uncast.cli.main import UsageError
 from uncast.doctor import live
 from uncast.doctor.compare import compare, print_comparison
-from uncast.doctor.diagnose import PHASES, Diagnosis, Options, diagnose
+from uncast.doctor.diagnose import Diagnosis, Options, diagnose
 from uncast.doctor.errors import LiveError, TraceError
 from uncast.doctor.metrics import live_tokens
 from uncast.doctor.page import write_page
-from uncast.doctor.report import to_json
+from uncast.doctor.phases import PHASES
+from uncast.doctor.report import Refused, Report, to_json
 from uncast.doctor.terminal import print_ranks, print_report
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--live-tokens is {args.live_tokens}: at least 1 is needed")
     if args.live_tokens is not None and args.metrics_url is not None:
         raise UsageError("give --live-tokens or --metrics-url, not both")
-    if args.peak_gbps is not None and not args.peak_gbps > 0:
-        raise UsageError(f"--peak-gbps is {args.peak_gbps}: a bandwidth above 0 is needed")
+    if args.peak_gbps is not None and not 1 <= args.peak_gbps <= 1e6:
+        raise UsageError(f"--peak-gbps is {args.peak_gbps}: allowed are 1 to 1,000,000 (GB/s)")
     if not 1 <= args.steps <= 1000:
         raise UsageError(f"--steps is {args.steps}: allowed are 1 to 1000")
     if args.html is not None and len(args.trace) == 2:
@@ -118,34 +119,55 @@ def _expand(traces: Sequence[Path]) -> list[Path]:
 
 
 def _ranks(traces: Sequence[Path], options: Options, args: argparse.Namespace, console: Console) -> int:
-    found: list[Diagnosis] = []
-    reports = []
+    """Exit code 1 where files of a folder were refused and others were not."""
+    if args.html is not None:
+        _keep_apart(args.html, [*traces, *([options.capture] if options.capture else [])])
+    slowest: Diagnosis | None = None
+    entries: list[Report | Refused] = []
     for path in traces:
         try:
             diagnosis = _read(path, options, args.json)
-        except TraceError:
+        except TraceError as error:
             if len(traces) == 1:
                 raise
-            print(f"uncast: {sys.exc_info()[1]}", file=sys.stderr)
+            print(f"uncast: {error}", file=sys.stderr)
+            entries.append(Refused(trace=str(path), error=str(error)))
             continue
-        reports.append(diagnosis.report)
-        slowest = not found or diagnosis.report.step_us > found[0].report.step_us
-        if slowest:
-            found = [diagnosis]
-    if not found:
+        entries.append(diagnosis.report)
+        if slowest is None or diagnosis.report.step_us > slowest.report.step_us:
+            slowest = diagnosis
+    if slowest is None:
         raise TraceError("none of these files is a trace with GPU kernels")
+    reports = [e for e in entries if isinstance(e, Report)]
     if args.html is not None:
-        write_page(found[0], args.html)
+        _keep_apart(args.html, [Path(r.graphs.capture) for r in reports if r.graphs and r.graphs.capture])
+        write_page(slowest, args.html)
     if args.json:
-        sys.stdout.buffer.write(to_json(reports[0] if len(traces) == 1 else reports) + b"\n")
-        return 0
+        sys.stdout.buffer.write(to_json(entries[0] if len(traces) == 1 else entries) + b"\n")
+    else:
+        _print(slowest, reports, len(traces), args.html, console)
+    return 0 if len(reports) == len(traces) else 1
+
+
+def _print(slowest: Diagnosis, reports: Sequence[Report], files: int, page: Path | None, console: Console) -> None:
+    refused = files - len(reports)
     if len(reports) > 1:
         print_ranks(reports, console)
+    if refused:
+        console.print(f"{refused} of {files} files {'were' if refused > 1 else 'was'} refused")
+    if len(reports) > 1:
         console.print("\nThe slowest rank:")
-    print_report(found[0].report, console)
-    if args.html is not None:
-        console.print(f"\nwrote {args.html}")
-    return 0
+    print_report(slowest.report, console)
+    if page is not None:
+        console.print(f"\nwrote {page}")
+
+
+def _keep_apart(page: Path, traces: Sequence[Path]) -> None:
+    """Refuses to write the page over a trace, also through a link."""
+    for path in traces:
+        files = list(path.iterdir()) if path.is_dir() else [path]
+        if page.exists() and any(f.exists() and f.samefile(page) for f in files):
+            raise UsageError(f"{page} is a trace that is read: --html needs another file")
 
 
 def _compare(traces: Sequence[Path], options: Options, args: argparse.Namespace, console: Console) -> int:
