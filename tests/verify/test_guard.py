@@ -237,8 +237,18 @@ def test_several_pools_and_plain_tensors_are_watched(pool: PagedPool) -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match=r"watch holds a str: PagedPool and torch.Tensor are watched"):
         guard(watch=["pool"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="limit_bytes is -1: it cannot be negative"):
-        guard(watch=[], limit_bytes=-1)
+    with pytest.raises(TypeError, match=r"watch holds a NoneType: PagedPool"):
+        guard(watch=None)  # type: ignore[arg-type]
+    for limit, shown in (
+        (-1, "-1"),
+        (float("nan"), "nan"),
+        (1e6, "1000000.0"),
+        ("x", "'x'"),
+        (True, "True"),
+        (None, "None"),
+    ):
+        with pytest.raises(ValueError, match=f"limit_bytes is {shown}: a whole number, 0 or more, is needed"):
+            guard(watch=[], limit_bytes=limit)  # type: ignore[arg-type]
 
 
 def test_the_guard_is_exported_and_importing_uncast_needs_no_torch() -> None:

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from uncast.verify.taint import Spans, byte_range, derived_bytes, distinct_elements
+from uncast.verify.buffers import byte_range, distinct_elements
+from uncast.verify.taint import Spans, derived_bytes
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -78,3 +79,15 @@ def test_the_rule_of_each_kind(name: str, output: tuple[int, ...], derived: list
 
 def test_a_mask_is_no_copy() -> None:
     assert derived_bytes("gt", torch.empty(8, 100, dtype=torch.bool), [torch.empty(8, 100)]) == 0
+    assert derived_bytes("_to_copy", torch.empty(8, 100, dtype=torch.bool), [torch.empty(8, 100)]) == 0
+
+
+@pytest.mark.parametrize("name", ["clone", "copy_", "index_select", "logical_not", "bitwise_and"])
+def test_bytes_that_are_viewed_as_bool_are_no_mask(name: str) -> None:
+    viewed = torch.empty(8, 100, dtype=torch.bool)
+    assert derived_bytes(name, viewed, [viewed]) == 800
+
+
+@pytest.mark.parametrize("name", ["empty_like", "zeros_like", "full_like", "rand_like", "new_zeros", "new_empty"])
+def test_what_takes_only_the_shape_takes_no_data(name: str) -> None:
+    assert derived_bytes(name, torch.empty(8, 100), [torch.empty(8, 100)]) == 0

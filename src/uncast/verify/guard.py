@@ -12,9 +12,14 @@ What it cannot see:
   are given, not what they write there.
 - the replay of a CUDA graph. Guard the capture instead: the operations are those.
 - other threads: the dispatch mode belongs to the thread that entered it. Enter the guard in the engine's thread.
-- `.numpy()`, `.tolist()`, `data_ptr()` and code compiled by `torch.compile` before the guard was entered.
+- copies made outside torch's operations: numpy's of a `.numpy()` array, `.tolist()`, `torch.save` and pickle, what reads
+  `data_ptr()`; and code compiled by `torch.compile` before the guard was entered. A tensor that only shares the pool's memory
+  (`from_dlpack`, `from_numpy` of `.numpy()`) is known by its address.
 - copies spread over many buffers that stay below the limit each and are never joined, and a product that copies (the cache
   times the identity).
+
+What it catches although nothing keeps the copy: `isfinite`, `quantile` and the like build a temporary as large as their input.
+Ask `isnan`, or page by page.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,16 +36,15 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from uncast.latent.pool import PagedPool
+from uncast.verify.buffers import addresses, anchor, byte_range, key_of, key_of_anchor, tensors_of
 from uncast.verify.taint import (
     CONCATENATIONS,
     COPIES,
     OVERWRITES,
     PARTIAL_WRITES,
     Spans,
-    byte_range,
     derived_bytes,
     schema_arguments,
 )
@@ -93,27 +97,34 @@ class guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager that watches pools.
 
     Args:
-        watch: pools or tensors; each stands for its whole storage.
-        limit_bytes: derived bytes that one buffer may hold.
+        watch: pools or tensors, or a single one; each stands for its whole storage.
+        limit_bytes: derived bytes that one buffer may hold, a whole number.
+
+    Raises:
+        TypeError: `watch` holds something else.
+        ValueError: `limit_bytes` is no whole number, or negative.
 
     Raises (inside the block):
         CastError: at the first operation that exceeds the limit; the operation has run by then.
     """
 
-    def __init__(self, watch: Sequence[PagedPool | torch.Tensor], *, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+    def __init__(
+        self,
+        watch: PagedPool | torch.Tensor | Iterable[PagedPool | torch.Tensor],
+        *,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        if limit_bytes < 0:
-            raise ValueError(f"limit_bytes is {limit_bytes}: it cannot be negative")
+        if not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or limit_bytes < 0:
+            raise ValueError(f"limit_bytes is {limit_bytes!r}: a whole number, 0 or more, is needed")
         self.limit_bytes = limit_bytes
-        self._pools: list[torch.UntypedStorage] = []
+        self._pools: list[torch.UntypedStorage | torch.Tensor] = []
         self._watched: set[int] = set()
         self._spans: dict[int, Spans] = {}
-        for item in watch:
-            tensor = item.storage if isinstance(item, PagedPool) else item
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"watch holds a {type(item).__name__}: PagedPool and torch.Tensor are watched")
-            self._pools.append(tensor.untyped_storage())
-            self._watched.add(_key(tensor))
+        self._places: dict[int, tuple[int, int]] = {}
+        for tensor in _watchable(watch):
+            self._pools.append(anchor(tensor))
+            self._watched.add(key_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,52 +139,79 @@ class guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _concerns(self, args: Any, kwargs: Any) -> bool:
-        return any(_key(leaf) in self._watched or _key(leaf) in self._spans for leaf in _tensors((args, kwargs)))
+        return any(self._known(self._locate(leaf)[0]) for leaf in tensors_of((args, kwargs)))
+
+    def _known(self, key: int) -> bool:
+        return key in self._watched or key in self._spans
+
+    def _locate(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The key of the known storage in whose memory the tensor lies, and the bytes from that one's start to the tensor's
+        own storage, which differs if the memory came back through another library; else the tensor's own key and 0."""
+        key = key_of(tensor)
+        if self._known(key):
+            return key, 0
+        start, end = addresses(anchor(tensor))
+        if start == end:
+            return key, 0
+        pools = [(key_of_anchor(holder), addresses(holder)) for holder in self._pools]
+        for other, (low, high) in (*pools, *self._places.items()):
+            if low <= start < high:
+                return other, start - low
+        return key, 0
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.split("::")[1]
         written, inputs = _arguments(func, name, args, kwargs)
         derived = [tensor for tensor in inputs if self._is_derived(tensor)]
-        known = {_key(tensor) for tensor in [*inputs, *written]}
+        known = {key_of(tensor) for tensor in [*inputs, *written]}
         for target in written:
             self._put(func, name, target, derived, whole=name not in PARTIAL_WRITES)
-        for output in _tensors(result):
-            if _key(output) not in known:
+        for output in tensors_of(result):
+            if key_of(output) not in known:
                 self._put(func, name, output, derived, whole=True)
 
     def _is_derived(self, tensor: torch.Tensor) -> bool:
-        if _key(tensor) in self._watched:
+        key, shift = self._locate(tensor)
+        if key in self._watched:
             return True
-        spans = self._spans.get(_key(tensor))
-        return spans is not None and spans.touches(*byte_range(tensor))
+        start, end = byte_range(tensor)
+        spans = self._spans.get(key)
+        return spans is not None and spans.touches(start + shift, end + shift)
 
     def _put(self, func: Any, name: str, output: torch.Tensor, derived: list[torch.Tensor], *, whole: bool) -> None:
         """Notes what `output` holds now. A watched storage is what is derived from: what is written into it is no copy."""
-        key = _key(output)
+        key, shift = self._locate(output)
         if key in self._watched:
             return
         if derived and _swapping() and self._is_swap(name, output, derived):
             self._watched.add(key)
             self._spans.pop(key, None)
-            _when_freed(output, self._watched.discard, key)
+            self._remember(key, output, self._watched.discard)
             return
         count = derived_bytes(name, output, derived)
-        span = byte_range(output)
+        start, end = (bound + shift for bound in byte_range(output))
         if key not in self._spans:
             if not count:
                 return
             self._spans[key] = Spans()
-            _when_freed(output, self._spans.pop, key, None)
+            self._remember(key, output, self._spans.pop, None)
         spans = self._spans[key]
-        if whole and output.is_contiguous():
-            spans.clear(*span)
-        spans.add(*span, count)
+        if whole and _is_dense(output):
+            spans.clear(start, end)
+        spans.add(start, end, count)
         if spans.total > self.limit_bytes:
             raise CastError(_user_frames(), str(func), spans.total, self.limit_bytes, output.dtype)
 
+    def _remember(self, key: int, tensor: torch.Tensor, forget: Callable[..., Any], *args: Any) -> None:
+        """Keeps the addresses of a storage, and forgets it when it is freed."""
+        holder = anchor(tensor)
+        self._places[key] = addresses(holder)
+        weakref.finalize(holder, forget, key, *args).atexit = False
+        weakref.finalize(holder, self._places.pop, key, None).atexit = False
+
     def _is_swap(self, name: str, output: torch.Tensor, derived: list[torch.Tensor]) -> bool:
         return (name in COPIES or name in CONCATENATIONS) and all(
-            _key(tensor) in self._watched and tensor.dtype == output.dtype for tensor in derived
+            self._locate(tensor)[0] in self._watched and tensor.dtype == output.dtype for tensor in derived
         )
 
 
@@ -181,16 +219,18 @@ def _swapping() -> bool:
     return getattr(_local, "swaps", 0) > 0
 
 
-def _when_freed(tensor: torch.Tensor, forget: Callable[..., Any], *args: Any) -> None:
-    weakref.finalize(tensor.untyped_storage(), forget, *args).atexit = False
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return isinstance(anchor(tensor), torch.Tensor) or tensor.is_contiguous()
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _watchable(watch: Any) -> list[torch.Tensor]:
+    """The tensors to watch; raises `TypeError`."""
+    items = [watch] if isinstance(watch, PagedPool | torch.Tensor) or not isinstance(watch, Iterable) else list(watch)
+    tensors = [item.storage if isinstance(item, PagedPool) else item for item in items]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"watch holds a {type(tensor).__name__}: PagedPool and torch.Tensor are watched")
+    return tensors_of(tensors)
 
 
 def _arguments(func: Any, name: str, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -198,7 +238,7 @@ def _arguments(func: Any, name: str, args: Any, kwargs: Any) -> tuple[list[torch
     written: list[torch.Tensor] = []
     inputs: list[torch.Tensor] = []
     for argument, value in schema_arguments(func, args, kwargs):
-        tensors = _tensors(value)
+        tensors = tensors_of(value)
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += tensors
             if name in OVERWRITES or name in PARTIAL_WRITES or argument.kwarg_only:

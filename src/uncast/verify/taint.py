@@ -7,7 +7,8 @@ Rules, by kind of operation (`derived_bytes`):
 | views | view, select, transpose | no new buffer: they share the storage and its spans |
 | contractions | mm, bmm, addmm, attention, convolution | none: the output is a product of the cache, not a copy of it |
 | reductions to less than half the elements | sum, amax, logsumexp | none |
-| predicates | gt, isnan: outputs of dtype bool | none |
+| predicates | gt, isnan: outputs of dtype bool, unless bool is how the input's bytes are viewed | none |
+| makers that take only the shape | empty_like, new_zeros, rand_like | none |
 | gathers and copies | index_select, gather, clone, cast, copy_ | all elements |
 | concatenations | cat, stack | the elements of the derived inputs |
 | everything else, unknown operations too | mul, shifts, exp, sort | as many elements as the derived inputs have, at most all |
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 
+from uncast.verify.buffers import distinct_elements
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -30,11 +33,15 @@ CONTRACTIONS = _names("""
     _scaled_grouped_mm _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention mkldnn_linear
-    _weight_int8pack_mm _cdist_forward
+    _weight_int8pack_mm _cdist_forward _sparse_mm _sparse_addmm sspaddmm hspmm _sparse_mm_reduce_impl
     """)
 REDUCTIONS = _names("""
     sum nansum mean prod amax amin aminmax max min argmax argmin all any var std var_mean std_mean norm
     linalg_vector_norm logsumexp count_nonzero median nanmedian mode equal histc bincount
+    """)
+SHAPED_LIKE = _names("""
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided
+    new_zeros new_ones new_full empty_permuted resize_as_ resize_as_sparse_
     """)
 COPIES = _names("""
     copy copy_ clone contiguous _to_copy to index index_select gather take take_along_dim embedding
@@ -46,6 +53,7 @@ CONCATENATIONS = _names("""
     """)
 OVERWRITES = _names("""
     copy_ fill_ zero_ _foreach_copy_ _foreach_zero_ normal_ uniform_ random_ set_
+    exponential_ cauchy_ log_normal_ geometric_ bernoulli_
     """)
 """In-place operations that do not read what they write to. `out=` variants do not either."""
 PARTIAL_WRITES = _names("""
@@ -109,27 +117,11 @@ def _joined(ranges: list[tuple[int, int, float]]) -> list[tuple[int, int, float]
     return joined
 
 
-def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and the byte after the last of a tensor in its storage."""
-    if not tensor.numel():
-        return 0, 0
-    size = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
-    reach = sum((int(extent) - 1) * int(stride) for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (reach + 1) * size
-
-
-def distinct_elements(tensor: torch.Tensor) -> int:
-    """Elements without those that an expanded dimension repeats."""
-    count = 1
-    for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= extent if stride or not extent else 1
-    return count
-
-
 def derived_bytes(name: str, output: torch.Tensor, derived: list[torch.Tensor]) -> int:
     """How many bytes of `output` come from `derived`, the tensors with derived bytes that operation `name` read."""
-    if not derived or output.dtype == torch.bool:
+    if not derived or name in SHAPED_LIKE:
+        return 0
+    if output.dtype == torch.bool and all(tensor.dtype != torch.bool for tensor in derived):
         return 0
     base = name.removesuffix("_")
     if name in CONTRACTIONS or base in CONTRACTIONS:
