@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.verify.broken import FIVE, PATHS
 from uncast.attention import registry
 from uncast.attention.verified import read_rows
 from uncast.verify.probe_grid import Filters, ProbeKey
-from uncast.verify.probe_run import MAX_DEATHS, Report, run_probe
+from uncast.verify.probe_run import MAX_DEATHS, Report, Worker, run_probe
 from uncast.verify.probe_worker import MAX_REASON, explain, probe_key
 
 ROOT = Path(__file__).parents[2]
@@ -109,3 +110,26 @@ def test_after_three_deaths_a_backend_is_left_alone() -> None:
 )
 def test_an_exception_is_one_short_sentence(error: Exception, phase: str, reason: str) -> None:
     assert explain("b", phase, error) == reason
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_process_that_cannot_go_on_is_replaced_and_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU an illegal access ends the context: here the worker's word for it."""
+    asked: list[str] = []
+
+    class Unusable(Worker):
+        def __init__(self, log: Path) -> None:
+            super().__init__(log)
+            asked.append("new worker")
+
+        def ask(self, task: str, payload: Any, seconds: float) -> Any:
+            answer = super().ask(task, payload, seconds)
+            return answer if task == "survey" else (answer[0], False)
+
+    monkeypatch.setattr("uncast.verify.probe_run.Worker", Unusable)
+    filters = Filters(
+        backends=("zeros",), layouts=("bf16",), dtypes=("float32",), heads=(1, 2, 3, 4, 5), page_sizes=(16,)
+    )
+    report = run_probe(replace(filters, modes=("decode",)), device="cpu", arch=0)
+    assert asked == ["new worker"] * 4  # the survey's and three
+    assert [row["status"] for row in report.rows] == ["failed"] * 3 + ["skipped"] * 2

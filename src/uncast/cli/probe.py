@@ -20,7 +20,8 @@ from uncast.verify.probe_claims import claims, would_probe
 from uncast.verify.probe_grid import DTYPES, MODES, Filters
 from uncast.verify.probe_run import Report, device_here, run_probe
 
-DEFAULT_SECONDS = 60.0
+DEFAULT_SECONDS = {"cpu": 60.0, "cuda": 120.0}
+"""On a GPU the first case of a kernel may compile it."""
 REGISTER_HINT = "NAME=MODULE:CLASS, as in mine=my_package.attention:MyBackend"
 
 
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mode", action="append", choices=MODES, help="only this mode; may be repeated")
     add("--quick", action="store_true", help="16 heads, pages of 64 and common dtypes only, unless given")
     add("--fresh", action="store_true", help="run again what is verified already")
-    add("--timeout", type=_seconds, default=DEFAULT_SECONDS, metavar="S", help="seconds per case (60)")
+    add("--timeout", type=_seconds, metavar="S", help="seconds per case (60, on a GPU 120)")
     add("--register", action="append", type=_registration, metavar="NAME=PATH", help=f"add a backend: {REGISTER_HINT}")
     add("--claims", action="store_true", help="print what backends claim for all GPUs, without running anything")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -72,9 +73,10 @@ def run(argv: Sequence[str]) -> int:
         return 0
     _usage(lambda: [row_layout(name) for name in filters.layouts or ()])
     device, arch = device_here()
+    seconds = args.timeout or DEFAULT_SECONDS[device]
     with progress(sys.stderr) as on_row:
         report = _usage(
-            lambda: run_probe(filters, device=device, arch=arch, seconds=args.timeout, fresh=args.fresh, on_row=on_row)
+            lambda: run_probe(filters, device=device, arch=arch, seconds=seconds, fresh=args.fresh, on_row=on_row)
         )
     for note in report.notes:
         print(f"uncast: {note}", file=sys.stderr)

@@ -203,7 +203,8 @@ def _batch_fault(backend: str, spec: ProblemSpec, case: ProbeCase, first: _Run) 
         rows = slice(starts[request], starts[request + 1])
         alone = replace(
             case,
-            block_tables=case.block_tables[request : request + 1], seq_lens=case.seq_lens[request : request + 1],
+            block_tables=case.block_tables[request : request + 1].clone(),
+            seq_lens=case.seq_lens[request : request + 1].clone(),
             qo_indptr=case.qo_indptr[request : request + 2] - starts[request],
             q_nope=case.q_nope[rows], q_pe=case.q_pe[rows],
         )  # fmt: skip

@@ -17,6 +17,8 @@ GPU_HEADS = (1, 5, 8, 10, 12, 16, 20, 32, 64, 96, 128)
 """Heads per rank of DeepSeek, Kimi and GLM models under tensor parallelism, and the smallest."""
 CPU_HEADS = (1, 8, 16, 20, 64, 128)
 GPU_PAGES, CPU_PAGES = (1, 16, 32, 64, 128), (1, 16, 64)
+CAST_HEADS, CAST_PAGES = (16, 64, 128), (64,)
+"""Of casts in front of a backend: what is theirs does not depend on heads or pages."""
 QUICK_HEADS, QUICK_PAGES = (16,), (64,)
 
 
@@ -69,6 +71,8 @@ def keys(backend: str, kv_layout: str, device: str, arch: int, filters: Filters)
     heads: tuple[int, ...] = GPU_HEADS if device == "cuda" else CPU_HEADS
     pages: tuple[int, ...] = GPU_PAGES if device == "cuda" else CPU_PAGES
     dtypes: tuple[str, ...] = DTYPES
+    if ":" in backend:
+        heads, pages = CAST_HEADS, CAST_PAGES
     if filters.quick:
         heads, pages, dtypes = QUICK_HEADS, QUICK_PAGES, ("bfloat16",) if device == "cuda" else ("bfloat16", "float32")
     wanted = itertools.product(

@@ -125,6 +125,12 @@ class _Crew:
             self._worker = None
             raise
 
+    def replace(self) -> None:
+        """The next question goes to a new worker; this one's end counts as a death."""
+        self.deaths += 1
+        self.close()
+        self._worker = None
+
     def close(self) -> None:
         if self._worker is not None:
             self._worker.stop()
@@ -209,10 +215,13 @@ def _survey(
 def _probe(crew: _Crew, key: ProbeKey) -> dict[str, Any]:
     if crew.deaths >= MAX_DEATHS:
         return key.row("skipped", f"{key.backend} is not run here: its process ended {MAX_DEATHS} times before")
+    row: dict[str, Any]
     try:
-        row: dict[str, Any] = crew.ask("probe", key)
+        row, usable = crew.ask("probe", key)
     except WorkerDied as death:
         return key.row("failed", shorten(f"{key.backend} {death}"))
+    if not usable:
+        crew.replace()
     return row
 
 

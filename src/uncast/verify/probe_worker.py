@@ -11,6 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from uncast.attention import ProblemError, Refused, registry
 from uncast.attention.registry import UnknownBackend
 from uncast.verify.probe import ProbeInputs, ProbeResult, probe_combination
@@ -20,7 +22,8 @@ MAX_REASON = 240
 
 
 def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
-    """Answers messages until None: `("survey", keys)` with the reason of each refused key or None, `("probe", key)` with a row.
+    """Answers messages until None: `("survey", keys)` with the reason of each refused key or None, `("probe", key)` with a row
+    and whether this process can go on.
 
     Args:
         backends: names and dotted paths to register, the parent's.
@@ -43,9 +46,21 @@ def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
                 pipe.send(("done", [refusal(key) for key in payload]))
                 continue
             row, inputs = probe_key(payload, inputs, lambda phase: pipe.send(("phase", phase)))
-            pipe.send(("done", row))
-            if payload.device == "cuda" and row["status"] != "verified":
-                return  # a CUDA context may be broken for good
+            usable = row["status"] == "verified" or not _is_broken(payload.device)
+            pipe.send(("done", (row, usable)))
+            if not usable:
+                return
+
+
+def _is_broken(device: str) -> bool:
+    """Whether an error, such as an illegal access, has ended this process's CUDA context for good."""
+    if device != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def refusal(key: ProbeKey) -> str | None:
