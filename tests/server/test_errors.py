@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "up to 4 of them"),
         ({"stop": ["a", ""]}, "stop.1", "1 to 1000 characters"),
         ({"stop": "x" * 1001}, "stop", "1 to 1000 characters"),
-        ({"logit_bias": {"x": 1}}, "logit_bias.x", "should match pattern"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "should be a token id, without leading zeros, not 'x'"),
+        ({"logit_bias": {"100": 1, "0100": 2}}, "logit_bias.0100", "without leading zeros, not '0100'"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "should be a token id"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
         ({"logit_bias": {"282": 1}}, "logit_bias", "has token 282"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1025 entries are more than the 1024"),
@@ -84,7 +87,7 @@ def test_bad_completion_fields_are_named(server: LiveServer, extra: dict[str, An
     ("extra", "param", "words"),
     [
         ({"messages": None}, "messages", "valid list"),
-        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": []}, "messages", "messages: should not be empty"),
         ({"messages": [3]}, "messages.0", "should be an object, not 3"),
         ({"messages": [{"content": "a"}]}, "messages.0.role", "'messages.0.role' is missing"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "not 'tool'"),
@@ -220,6 +223,9 @@ def test_the_api_key(small: LiveServer) -> None:
         {},
         {"Authorization": "Bearer wrong"},
         {"Authorization": "sesame"},
+        {"Authorization": "Basic sesame"},
+        {"Authorization": "Bearer Sesame"},
+        {"Authorization": "Bearer"},
         {"Authorization": b"Bearer \xff"},
     ):
         for method, path in (("GET", "/v1/models"), ("POST", COMPLETE), ("POST", CHAT), ("POST", "/start_profile")):
@@ -228,7 +234,20 @@ def test_the_api_key(small: LiveServer) -> None:
             assert response.headers["www-authenticate"] == "Bearer"
     for path in ("/health", "/ready", "/metrics", "/openapi.json"):
         assert request("GET", small.url + path).status_code == 200
-    assert request("GET", small.url + "/v1/models", headers={"Authorization": "Bearer sesame"}).status_code == 200
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        headers = {"Authorization": f"{scheme} sesame"}
+        assert request("GET", small.url + "/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("given", ["gzip", "br, gzip", "identity, gzip"])
+def test_a_compressed_body_is_refused(server: LiveServer, given: str) -> None:
+    content = gzip.compress(json.dumps(PROMPT).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": given}
+    error = error_of(refused := request("POST", server.url + COMPLETE, content=content, headers=headers))
+    assert refused.status_code == 415 and error["code"] == "content_encoding"
+    assert error["message"] == f"the content encoding is {given!r}: send the body uncompressed"
+    plain = {**headers, "Content-Encoding": "Identity"}
+    assert request("POST", server.url + COMPLETE, content=json.dumps(PROMPT), headers=plain).status_code == 200
 
 
 def test_a_full_queue_gives_429_and_runs_none_of_the_choices(long_folder: Path) -> None:

@@ -129,6 +129,29 @@ def test_what_cannot_work_is_one_sentence(folder: Path, options: list[str], code
     assert sentence in errors and errors.count("\n") == 1 and errors.startswith("uncast: ")
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--page-size", "3"], "page_size is 3"),
+        (["--page-size", "256"], "page_size is 256"),
+        (["--kv-pool-tokens", "0"], "kv_pool_tokens is 0"),
+        (["--attention-backend", "fast"], "unknown attention backend"),
+        (["--attention-backend", "pool_cast:fast"], "'fast' is none of them"),
+        (["--max-running", "0"], "max_running is 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_are_checked_before_anything_listens(
+    folder: Path, options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from uncast.cli import serve as command
+
+    listened: list[str] = []
+    monkeypatch.setattr(command, "listen", lambda host, port: listened.append(host))
+    code, errors = serve_here(folder, *options)
+    assert code == 2 and sentence in errors and errors.count("\n") == 1 and not listened
+
+
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])

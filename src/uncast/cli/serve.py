@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from uncast.attention import ProblemError, Refused
-from uncast.attention.registry import UnknownBackend
+from uncast.attention.registry import UnknownBackend, create
 from uncast.checkpoints.bundled import BUNDLED, model_folder
 from uncast.checkpoints.files import CheckpointError
 from uncast.checkpoints.generation import read_generation_config
@@ -27,6 +27,7 @@ from uncast.engine.runner import ModelRunner, RunnerError
 from uncast.engine.sampler import SamplingError
 from uncast.engine.tokenizer import Tokenizer
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
+from uncast.latent.pool import check_page_size
 from uncast.models.config import ModelConfig
 from uncast.server.run import ListenError, listen, serve, url_of
 from uncast.server.state import ServerConfig, ServerState
@@ -103,8 +104,7 @@ def _run(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer(folder, config.vocab_size)
     if not 0 <= args.port < 2**16:
         raise ValueError(f"port is {args.port}: allowed are 0 to {2**16 - 1}")
-    if args.page_size < 1:
-        raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
+    _check_cache_options(args, config)
     if args.max_queue < 1:
         raise ValueError(f"max_queue is {args.max_queue}: at least 1 is needed")
     limits = EngineConfig(
@@ -140,6 +140,16 @@ def _run(args: argparse.Namespace) -> int:
     return asyncio.run(serve(ServerState(server_config), sock, load, _say))
 
 
+def _check_cache_options(args: argparse.Namespace, config: ModelConfig) -> None:
+    """Refuses, before anything listens, what only the loaded model's runner would refuse."""
+    check_page_size(args.page_size)
+    if args.kv_pool_tokens is not None and args.kv_pool_tokens < 1:
+        raise ValueError(f"kv_pool_tokens is {args.kv_pool_tokens}: at least 1 is needed")
+    row_layout(args.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim)
+    if args.attention_backend != "auto":
+        create(args.attention_backend)
+
+
 def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:
     """Pages for `--kv-pool-tokens`, else for the memory there is, but no more than a full batch of full contexts."""
     tokens = args.kv_pool_tokens
@@ -149,8 +159,6 @@ def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:
         budget = int(free * _GPU_POOL_SHARE) if torch.cuda.is_available() else _CPU_POOL_BYTES
         full = int(args.max_running) * config.max_position_embeddings
         tokens = min(budget // (layout.row_bytes * config.num_layers), full)
-    elif tokens < 1:
-        raise ValueError(f"kv_pool_tokens is {tokens}: at least 1 is needed")
     return max(1, -(-int(tokens) // int(args.page_size)))
 
 

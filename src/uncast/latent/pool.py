@@ -27,6 +27,12 @@ class OutOfPages(PoolError):
         self.wanted, self.free, self.total = wanted, free, total
 
 
+def check_page_size(page_size: int) -> None:
+    """Raises `ValueError` unless it is a power of two from 1 to 128."""
+    if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
+        raise ValueError(f"page_size is {page_size}: allowed are powers of two from 1 to {MAX_PAGE_SIZE}")
+
+
 class PagedPool:
     """Storage and page ownership.
 
@@ -44,8 +50,7 @@ class PagedPool:
         device: torch.device | str = "cpu",
     ) -> None:
         """Raises `ValueError` on sizes that are not positive or a page_size that is not a power of two 1..128."""
-        if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
-            raise ValueError(f"page_size is {page_size}: allowed are powers of two from 1 to {MAX_PAGE_SIZE}")
+        check_page_size(page_size)
         if num_layers < 1 or num_pages < 1:
             raise ValueError(f"a pool needs at least 1 layer and 1 page, not {num_layers} and {num_pages}")
         self.layout, self.page_size, self.num_pages = layout, page_size, num_pages

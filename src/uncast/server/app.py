@@ -62,12 +62,12 @@ def _lock(key: str | None) -> Callable[[Handler], Handler]:
     """Wraps handlers so that they need the API key, if there is one."""
     if key is None:
         return lambda handler: handler
-    wanted = f"Bearer {key}".encode()
+    wanted = key.encode()
 
     def locked(handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
-            given = request.headers.get("authorization", "").encode("latin-1", "replace")
-            if not hmac.compare_digest(given, wanted):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            if not hmac.compare_digest(given.encode("latin-1", "replace"), wanted) or scheme.lower() != "bearer":
                 raise ApiError(
                     401,
                     "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",

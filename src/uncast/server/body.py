@@ -22,6 +22,12 @@ _ALLOWED = {
 }
 """Fields of several types: what is allowed, said once instead of per type."""
 
+_SAID = {
+    "too_short": "should not be empty",
+    "string_pattern_mismatch": "should be a token id, without leading zeros",
+}
+"""Kinds of fault that pydantic words for programmers; the only pattern is that of `logit_bias` keys."""
+
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -59,7 +65,12 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def check_content_type(request: Request) -> None:
-    """Raises `ApiError` 415 unless the body is declared as JSON."""
+    """Raises `ApiError` 415 unless the body is declared as JSON, as it is."""
+    encoding = request.headers.get("content-encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
+        raise ApiError(
+            415, f"the content encoding is {_shown(encoding)}: send the body uncompressed", code="content_encoding"
+        )
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"the content type is {_shown(given)}: application/json is needed", code="content_type")
@@ -102,6 +113,8 @@ def _fault(errors: Sequence[ErrorDetails], data: Mapping[str, Any]) -> ApiError:
     field = next((step for step in reversed(path) if isinstance(step, str)), "")
     if field in _ALLOWED and len({e["loc"] for e in same}) > 1:
         said = f"allowed is {_ALLOWED[field]}"
+    elif error["type"] in _SAID:
+        said = _SAID[error["type"]]
     elif error["type"] in ("model_type", "dict_type", "model_attributes_type"):
         said = "should be an object"
     else:

@@ -27,7 +27,8 @@ WHOLE = BeforeValidator(_whole)
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE]
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+# One spelling of each id, so that a token cannot have two biases.
+TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
 
 
@@ -82,7 +83,9 @@ class SamplingBody(Body):
         None, description="up to 4 texts that end the answer; they are not part of it"
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE] | None = Field(
-        None, description="the same seed and request give the same text"
+        None,
+        description="the same seed and request give the same text, under --deterministic whatever runs beside it; "
+        "otherwise other requests in the batch can change it by rounding",
     )
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with stream")
