@@ -91,7 +91,7 @@ def test_after_the_grace_time_a_slow_stream_ends_with_an_error_event(
     long_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, said, got = drained(long_folder, stream=True, grace_s=0.5, read_on="expired", capfd=capfd)
-    assert code == 1 and "1 answers were not read by their clients in 0.5 s" in said
+    assert code == 1 and "1 answers were not complete and read by their clients in 0.5 s" in said
     assert not any("cut off" in line for line in said)
     events = [line.removeprefix("data: ") for line in got.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == "aborted"
@@ -106,3 +106,30 @@ def test_a_client_that_reads_nothing_is_cut_off_and_the_exit_code_says_so(
     code, said, got = drained(long_folder, stream=stream, grace_s=0.3, read_on=None, capfd=capfd)
     assert code == 1 and any(line.startswith("1 answers were cut off") for line in said)
     assert got.startswith("HTTP/1.1 200") and "[DONE]" not in got
+
+
+def test_a_body_that_is_still_arriving_is_refused_at_once(long_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sock = listen("127.0.0.1", 0)
+    address = sock.getsockname()
+    said: list[str] = []
+    got: list[bytes] = []
+    state = ServerState(ServerConfig(MODEL, grace_s=60))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
+
+    def act() -> None:
+        wait_until(lambda: any("ready" in line for line in said))
+        with socket.create_connection(address, timeout=20) as client:
+            client.sendall(head.encode())
+            got.append(client.recv(100))
+            client.sendall(b'{"prompt": ')
+            os.kill(os.getpid(), signal.SIGTERM)
+            while part := client.recv(1 << 16):
+                got.append(part)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    assert asyncio.run(serve(state, sock, lambda: make_engine(long_folder), said.append)) == 0
+    thread.join()
+    assert got[0].startswith(b"HTTP/1.1 100")
+    assert b"".join(got[1:]).startswith(b"HTTP/1.1 503") and b'"code":"draining"' in b"".join(got)
+    assert "Traceback" not in capfd.readouterr().err and not any("cut off" in line for line in said)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from uncast.engine.request import Request as EngineRequest
 from uncast.server.answers import ChatWriter, CompletionWriter, Writer
 from uncast.server.body import B, check_content_type, parse, read_body
-from uncast.server.errors import ApiError, aborted
+from uncast.server.errors import ApiError, aborted, draining
 from uncast.server.generation import Generation, gather
 from uncast.server.prepare import (
     Prompt,
@@ -28,7 +28,7 @@ from uncast.server.prepare import (
 )
 from uncast.server.requests import ChatRequest, CompletionRequest, SamplingBody
 from uncast.server.state import Served, ServerState
-from uncast.server.stream import EventStream, while_connected
+from uncast.server.stream import EventStream, before, while_connected
 
 _DONE = "[DONE]"
 
@@ -73,7 +73,7 @@ async def chat(request: Request) -> Response:
 
 
 async def _body(request: Request, state: ServerState, model: type[B]) -> B:
-    raw = await read_body(request, state.config.max_body_bytes)
+    raw = await before(state.closing, read_body(request, state.config.max_body_bytes), draining())
     check_content_type(request)
     body = parse(raw, model)
     assert isinstance(body, SamplingBody)

@@ -24,7 +24,7 @@ async def drain(state: ServerState, server: Server, say: Callable[[str], None]) 
     Returns:
         The exit code: 0, or 1 if a request was aborted, an answer was late, or the engine failed.
     """
-    state.draining = True
+    state.closing.set()
     if state.served is None:
         return 0
     engine, grace = state.served.engine, state.config.grace_s
@@ -42,7 +42,7 @@ async def drain(state: ServerState, server: Server, say: Callable[[str], None]) 
     if aborted:
         say(f"{aborted} requests did not finish in {grace:g} s and were aborted")
     if late:
-        say(f"{late} answers were not read by their clients in {grace:g} s")
+        say(f"{late} answers were not complete and read by their clients in {grace:g} s")
     if cut:
         say(f"{len(cut)} answers were cut off: their clients did not read them within {FLUSH_S:g} more seconds")
     if engine.failure is not None:
@@ -56,12 +56,12 @@ async def _until_taken(server: Server, deadline: float) -> None:
 
 
 def _untaken(server: Server) -> list[H11Protocol]:
-    """Connections with an answer that has begun and has not been handed to the operating system whole."""
+    """Connections with a request whose answer has not been handed to the operating system whole."""
     found = []
     for connection in server.server_state.connections:
         assert isinstance(connection, H11Protocol)
         cycle = connection.cycle
-        sending = cycle is not None and cycle.response_started and not cycle.response_complete
-        if sending or connection.transport.get_write_buffer_size():
+        unanswered = cycle is not None and not cycle.response_complete
+        if unanswered or connection.transport.get_write_buffer_size():
             found.append(connection)
     return found

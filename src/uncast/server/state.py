@@ -89,16 +89,21 @@ class ServerState:
     """A server's life: warming (`served` is None), ready, draining; or failed.
 
     Attributes:
+        closing: set when a drain begins; new requests are refused then.
         expired: set when the grace time of a drain is over; streams end then.
     """
 
     def __init__(self, config: ServerConfig, served: Served | None = None) -> None:
         self.config, self.served = config, served
         self.created = int(time.time())
-        self.draining = False
+        self.closing = asyncio.Event()
         self.expired = asyncio.Event()
         self.metrics = Metrics(lambda: None if self.served is None else self.served.engine.stats())
         self.profiler = Profiler(config.profile_dir)
+
+    @property
+    def draining(self) -> bool:
+        return self.closing.is_set()
 
     @property
     def phase(self) -> str:

@@ -34,6 +34,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         raise ClientGone from None
 
 
+async def before(event: asyncio.Event, work: Coroutine[Any, Any, T], otherwise: Exception) -> T:
+    """The result of `work`, which is cancelled (and has ended) if the event is set first; then `otherwise` is raised."""
+    try:
+        return await _until(event.wait(), work)
+    except _Ended:
+        raise otherwise from None
+
+
 async def _until(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; if `end` comes first, `work` is cancelled (and has ended) and `_Ended` is raised."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(end)
