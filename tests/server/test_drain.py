@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.live import MODEL, make_engine, wait_until
+from tests.server.live import MODEL, make_engine, post, wait_until
 from uncast.server import drain
-from uncast.server.run import listen, serve
+from uncast.server.run import listen, serve, url_of
 from uncast.server.state import ServerConfig, ServerState
 
 BODY = {"prompt": "the latent", "max_tokens": 300, "ignore_eos": True, "logprobs": 5, "n": 2}
@@ -133,3 +133,26 @@ def test_a_body_that_is_still_arriving_is_refused_at_once(long_folder: Path, cap
     assert got[0].startswith(b"HTTP/1.1 100")
     assert b"".join(got[1:]).startswith(b"HTTP/1.1 503") and b'"code":"draining"' in b"".join(got)
     assert "Traceback" not in capfd.readouterr().err and not any("cut off" in line for line in said)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_failed_is_an_exit_code(long_folder: Path) -> None:
+    sock = listen("127.0.0.1", 0)
+    url, said = url_of(sock), list[str]()
+    state = ServerState(ServerConfig(MODEL))
+
+    def explode() -> None:
+        raise RuntimeError("boom")
+
+    def act() -> None:
+        wait_until(lambda: any("ready" in line for line in said))
+        assert state.served is not None
+        state.served.engine.engine.step = explode  # type: ignore[method-assign,assignment]
+        post(url + "/v1/completions", BODY)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    assert asyncio.run(serve(state, sock, lambda: make_engine(long_folder), said.append)) == 1
+    thread.join()
+    assert "the engine failed: RuntimeError: boom" in said
