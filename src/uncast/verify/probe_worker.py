@@ -37,6 +37,8 @@ def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for name, path in backends.items():
         registry.register(name, path)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # small cases: on a busy core every thread's barrier would wait
     pipe.send(("ready", None))
     inputs: ProbeInputs | None = None
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the parent is gone, or Ctrl-C, which it handles
