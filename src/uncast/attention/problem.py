@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from uncast.latent.layouts import RowLayout, row_layout
+from uncast.latent.pool import MAX_PAGE_SIZE
 
-MAX_PAGE_SIZE = 128
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -14,10 +14,11 @@ from itertools import pairwise, product
 from typing import Any
 
 from uncast.attention import Backend, Capability, ProblemSpec, registry
-from uncast.attention.problem import MAX_PAGE_SIZE, QUERY_DTYPES
+from uncast.attention.problem import QUERY_DTYPES
 from uncast.attention.registry import UnknownBackend
 from uncast.backends._recast import recast_capability
 from uncast.latent.layouts import LayoutError, row_layout
+from uncast.latent.pool import MAX_PAGE_SIZE
 from uncast.verify.probe_grid import Filters, layouts
 
 GPU_ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
