@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from uncast.attention.problem import ProblemSpec
-from uncast.kernels import combine, mma_launch, wgmma_launch
+from uncast.kernels import combine, gather_rows, mma_launch, wgmma_launch
 from uncast.kernels.cache_write import cache_write_kernel
 from uncast.kernels.mma_decode import mma_decode_kernel
 from uncast.kernels.schedule import BATCH_BUCKETS
@@ -162,9 +162,23 @@ def _write_variants() -> Iterator[Variant]:
             yield Variant(label, cache_write_kernel, types, args, CHIPS)
 
 
+def _gather_variants() -> Iterator[Variant]:
+    for name in ("fp8_e4m3", "fp8_ds_mla"):
+        for native in (True, False):
+            chips = tuple(chip for chip in CHIPS if (chip >= NATIVE_ARCH) == native)
+            args = gather_rows.constexprs(row_layout(name), 64, chips[0])
+            types = _types(
+                gather_rows.gather_rows_kernel, args, bytes_ptr="*u8", shorts_ptr="*i16", pages="*i32", out="*i16"
+            )
+            label = f"gather_rows_{name}{'' if native else '_integer'}"
+            yield Variant(label, gather_rows.gather_rows_kernel, types, args, chips)
+
+
 def variants() -> list[Variant]:
     """All named variants, at most 100."""
-    return [*_mma_variants(), *_wgmma_variants(), *_combine_variants(), *_write_variants()]
+    return [
+        *_mma_variants(), *_wgmma_variants(), *_combine_variants(), *_write_variants(), *_gather_variants(),
+    ]  # fmt: skip
 
 
 def compile_variant(variant: Variant, chip: int) -> Report:
