@@ -47,8 +47,9 @@ def check(backend: str, spec: ProblemSpec, kv_lens: list[int], q_lens: list[int]
     attention, plan = planned(backend, spec, case)
     out, lse = run_case(attention, case)
     expected, expected_lse = mla_oracle(
-        plan.problem, case.q_nope, case.q_pe, case.cache, ckv_scale=case.ckv_scale, kpe_scale=case.kpe_scale
-    )
+        plan.problem, case.q_nope, case.q_pe, case.cache,
+        ckv_scale=case.ckv_scale, kpe_scale=case.kpe_scale, indices=case.indices,
+    )  # fmt: skip
     row_error, tensor_error = relative_errors(out, expected)
     assert row_error <= MAX_ROW_ERROR and tensor_error <= MAX_TENSOR_ERROR, (row_error, tensor_error)
     dead = expected_lse == -math.inf

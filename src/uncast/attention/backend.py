@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from uncast.attention.contents import visible_rows
 from uncast.attention.problem import Problem, ProblemSpec
 from uncast.latent.codec import Scale, encode_rows, store_rows
 from uncast.latent.layouts import row_layout
@@ -79,12 +80,14 @@ class Backend(ABC):
         kpe_scale: Scale,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        indices: torch.Tensor | None = None,
     ) -> None:
         """Attention of one layer.
 
         q_nope [total_q, num_heads, head_dim_ckv], q_pe [total_q, num_heads, head_dim_kpe] (spec.q_data_type; the last
         dimension is contiguous), cache [num_pages, page_size, row_bytes] uint8; writes out (like q_nope) and, if given, lse
-        [total_q, num_heads] fp32.
+        [total_q, num_heads] fp32. `indices` int32 [total_q, topk], contiguous, if `spec.topk`, else None; see
+        `uncast.attention.problem`.
         """
 
     def write(
@@ -112,12 +115,16 @@ class Backend(ABC):
         store_rows(cache.view(torch.uint8), rows, slot_mapping)
 
     def bytes_read(self, problem: Problem) -> int:
-        """Cache bytes (and bytes of copies of the cache) one `run` of `problem` reads, whatever was planned since.
+        """Cache bytes (and bytes of copies of the cache) one `run` of `problem` reads, whatever was planned since; of sparse
+        attention those of full selections, each query's read for itself.
 
         Reads lengths, so it may sync: never in a step.
         """
-        row_bytes = problem.spec.layout.row_bytes
-        return int(problem.kv_len_arr.sum().item()) * row_bytes
+        spec = problem.spec
+        if not spec.topk:
+            return int(problem.kv_len_arr.sum().item()) * spec.layout.row_bytes
+        visible = visible_rows(problem.qo_indptr.tolist(), problem.kv_len_arr.tolist(), spec.causal)
+        return int(visible.clamp_max(spec.topk).sum()) * spec.layout.row_bytes
 
     def bytes_written(self, problem: Problem) -> int:
         """Bytes of copies of the cache one `run` of `problem` writes; 0 for a backend that reads it as stored."""

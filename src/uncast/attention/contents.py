@@ -47,6 +47,29 @@ def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
         raise ProblemError(f"slot_mapping holds {top}: the cache has {num_slots} slots, numbered from 0")
 
 
+def check_indices(problem: Problem, indices: torch.Tensor) -> None:
+    """Raises `ProblemError` if a query row selects a token that it must not see; rows past `qo_indptr[-1]` do not count."""
+    if indices.numel() == 0:
+        return
+    starts, lengths = problem.qo_indptr.tolist(), problem.kv_len_arr.tolist()
+    limits = visible_rows(starts, lengths, problem.spec.causal)
+    over = indices[: limits.shape[0]].amax(-1).cpu() >= limits
+    if bool(over.any()):
+        row = int(over.nonzero()[0])
+        raise ProblemError(
+            f"query row {row} selects token {int(indices[row].max())}: it may see {int(limits[row])} tokens, numbered from 0"
+        )
+
+
+def visible_rows(starts: Sequence[int], lengths: Sequence[int], causal: bool) -> torch.Tensor:
+    """int64 [starts[-1]] on the host: how many of its request's tokens each query row may see."""
+    rows = [torch.zeros(0, dtype=torch.int64)]
+    for (first, last), kv_len in zip(pairwise(starts), lengths, strict=True):
+        step = torch.arange(first - last + 1, 1) if causal else torch.zeros(last - first, dtype=torch.int64)
+        rows.append((kv_len + step).clamp_min(0))
+    return torch.cat(rows)
+
+
 def _check_queries(problem: Problem, starts: list[int]) -> None:
     check_query_starts(starts)
     end, longest = starts[-1], max((b - a for a, b in pairwise(starts)), default=0)

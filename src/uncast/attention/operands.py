@@ -14,12 +14,14 @@ def check_run(
     cache: torch.Tensor,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
 ) -> None:
     """Raises `ProblemError` in one sentence if the tensors of `MLAPagedAttention.run` do not fit the plan."""
     spec = problem.spec
     for name, tensor, width in (("q_nope", q_nope, spec.head_dim_ckv), ("q_pe", q_pe, spec.head_dim_kpe)):
         _check_rows(problem, name, tensor, width)
     check_cache(problem, cache)
+    _check_indices(problem, indices)
     if out is not None:
         _check_rows(problem, "out", out, spec.head_dim_ckv)
     if lse is not None:
@@ -30,6 +32,8 @@ def check_run(
                 f"[{problem.total_q}, {spec.num_heads}]"
             )
     inputs = [("q_nope", q_nope), ("q_pe", q_pe), ("cache", cache)]
+    if indices is not None:
+        inputs.append(("indices", indices))
     for name, target in (("out", out), ("lse", lse)):
         if target is not None:
             _check_written(name, target, inputs)
@@ -80,6 +84,22 @@ def check_write(
         _check_tensor("counters", counters, device)
         if counters.dtype != torch.int64 or tuple(counters.shape) != (3,) or not counters.is_contiguous():
             raise ProblemError(f"counters is {counters.dtype} {list(counters.shape)}: it must be contiguous int64 [3]")
+
+
+def _check_indices(problem: Problem, indices: torch.Tensor | None) -> None:
+    topk = problem.spec.topk
+    if indices is None or topk == 0:
+        if indices is not None:
+            raise ProblemError("indices were given, but the plan is for dense attention: pass topk to plan()")
+        if topk:
+            raise ProblemError(f"no indices were given: the plan is for topk {topk}")
+        return
+    _check_tensor("indices", indices, problem.qo_indptr.device)
+    if indices.dtype != torch.int32 or tuple(indices.shape) != (problem.total_q, topk) or not indices.is_contiguous():
+        raise ProblemError(
+            f"indices is {indices.dtype} {list(indices.shape)}: the plan is for contiguous torch.int32 "
+            f"[{problem.total_q}, {topk}]"
+        )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:

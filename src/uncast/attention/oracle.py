@@ -4,6 +4,8 @@
     out[i, h]  = sum_t softmax(s[i, h])[t] * ckv[t]
     lse[i, h]  = log(sum_t exp(s[i, h, t])), base 2 by default
 
+Sparse attention sums over the tokens `indices[i]` instead, each as often as it is listed.
+
 Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1, in the absorbed form: one 576-wide key, whose first 512 channels are
 also the value, shared by all heads.
 """
@@ -37,11 +39,12 @@ def mla_oracle(
     *,
     ckv_scale: Scale = None,
     kpe_scale: Scale = None,
+    indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [total_q, num_heads, head_dim_ckv] and LSE [total_q, num_heads], both float64, from the stored values.
 
     Shapes and dtypes as `Backend.run`. A request of length 0 gives output 0 and LSE -inf, and so does a causal query row
-    that sees no cached row.
+    that sees no cached row, or a sparse one that selects none.
     """
     spec = problem.spec
     total_q = q_nope.shape[0]
@@ -56,15 +59,25 @@ def mla_oracle(
         ckv, kpe = decode_rows(rows, spec.layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, dtype=torch.float64)
         scores = q_nope[first:last].double() @ ckv.T + q_pe[first:last].double() @ kpe.T
         scores = scores * spec.sm_scale
+        if indices is not None:
+            for i in range(q_len):
+                chosen = indices[first + i]
+                chosen = chosen[(chosen >= 0) & (chosen < kv_len)].long()
+                out[first + i], lse[first + i] = _attend(scores[i][:, chosen], ckv[chosen])
+            continue
         if spec.causal:
             row = torch.arange(q_len, device=scores.device)[:, None, None]
             token = torch.arange(kv_len, device=scores.device)[None, None, :]
             scores = scores.masked_fill(token > kv_len - q_len + row, -math.inf)
-        row_lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - row_lse[..., None]).masked_fill(row_lse.isinf()[..., None], 0.0)
-        out[first:last] = weights @ ckv
-        lse[first:last] = row_lse if spec.lse_base == "e" else row_lse / math.log(2.0)
-    return out, lse
+        out[first:last], lse[first:last] = _attend(scores, ckv)
+    return out, lse if spec.lse_base == "e" else lse / math.log(2.0)
+
+
+def _attend(scores: torch.Tensor, ckv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [..., head_dim_ckv] and base-e LSE [...] of scores [..., tokens] over ckv [tokens, head_dim_ckv]."""
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse[..., None]).masked_fill(lse.isinf()[..., None], 0.0)
+    return weights @ ckv, lse
 
 
 def relative_errors(out: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from uncast.attention.backend import Backend
+from uncast.attention.contents import visible_rows
 from uncast.attention.problem import Problem
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """What `plan` decided. Byte counts are per layer and of the lengths at planning: refilled buffers and later plans do not
-    change them. They are lazy and read lengths from the device, so ask outside a step.
+    change them. They are lazy and read lengths from the device, so ask outside a step. Of sparse attention they are bounds:
+    those of selections without empty entries, in which no two queries of a request share a token.
 
     Attributes:
         backend: the name of the backend that will run.
@@ -30,8 +33,8 @@ class AttentionPlan:
 
     @cached_property
     def bytes_needed(self) -> int:
-        """Cache bytes that attention over this batch must read once: live rows times row_bytes."""
-        return int(self._counted.kv_len_arr.sum().item()) * self._counted.spec.layout.row_bytes
+        """Cache bytes that attention over this batch must read once: live (sparse: selected) rows times row_bytes."""
+        return needed_rows(self._counted) * self._counted.spec.layout.row_bytes
 
     @cached_property
     def bytes_read(self) -> int:
@@ -47,3 +50,14 @@ class AttentionPlan:
     def copy_layout(self) -> str | None:
         """The layout of the copy that the backend attends to; None when it reads the cache as stored."""
         return self._impl.copy_layout
+
+
+def needed_rows(problem: Problem) -> int:
+    """Rows to be read once: of each request all live ones or, where that is less, as many as its queries can select."""
+    lengths, topk = problem.kv_len_arr.tolist(), problem.spec.topk
+    if not topk:
+        return sum(lengths)
+    starts = problem.qo_indptr.tolist()
+    selected = visible_rows(starts, lengths, problem.spec.causal).clamp_max(topk)
+    sums = [int(selected[first:last].sum()) for first, last in pairwise(starts)]
+    return sum(map(min, lengths, sums))

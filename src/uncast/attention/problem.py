@@ -5,6 +5,12 @@ Decode, verify and extend are one problem: request `b` owns the query rows `qo_i
 `kv_len - q_len + i + 1` rows. The cache is `[num_pages, page_size, row_bytes]` uint8 (or a view of the same bytes), and
 page `j` of request `b` is `kv_indices[kv_indptr[b] + j]`. A block table is the same thing with
 `kv_indptr[b] = b * block_tables.stride(0)`.
+
+Sparse attention (`topk` > 0) is the same problem with `indices` int32 [total_q, topk] at `run`: the tokens each query row
+attends to, by position within its request (0..kv_len - 1, the same for every page size). A negative entry is none, and may
+stand anywhere; an entry that occurs twice counts twice. A position that the query must not see (at or past `kv_len`, or past
+the causal limit) is the caller's mistake: `validate` refuses it, no backend looks for the latter, and none reads a row for the
+former. A query row that selects nothing gives output 0 and LSE -inf.
 """
 
 from __future__ import annotations
@@ -43,6 +49,7 @@ class ProblemSpec:
         return_lse: whether the log-sum-exp is asked for.
         lse_base: "2" or "e".
         batch_invariant: a request's bits must not depend on the rest of the batch.
+        topk: width of `indices`, the most rows that one query attends to; 0 for dense attention.
     """
 
     num_heads: int
@@ -59,6 +66,7 @@ class ProblemSpec:
     return_lse: bool = False
     lse_base: str = "2"
     batch_invariant: bool = False
+    topk: int = 0
 
     @property
     def layout(self) -> RowLayout:
@@ -66,7 +74,7 @@ class ProblemSpec:
 
     def check(self) -> None:
         """Raises `ProblemError` in one sentence if the spec is not a possible problem."""
-        for name in ("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "max_q_len"):
+        for name in ("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "max_q_len", "topk"):
             if not isinstance(getattr(self, name), int):
                 raise ProblemError(f"{name} is {getattr(self, name)!r}: it must be a whole number")
         if not 1 <= self.num_heads <= 128:
@@ -81,6 +89,8 @@ class ProblemSpec:
             raise ProblemError(f"sm_scale is {self.sm_scale!r}: it must be positive and finite")
         if self.max_q_len < 1:
             raise ProblemError(f"max_q_len is {self.max_q_len}: it must be at least 1")
+        if self.topk < 0:
+            raise ProblemError(f"topk is {self.topk}: it must be at least 1, or 0 for dense attention")
         row_layout(self.kv_layout, self.head_dim_ckv, self.head_dim_kpe)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from uncast.attention import registry
 from uncast.attention.backend import Backend
-from uncast.attention.contents import check_contents, check_slots
+from uncast.attention.contents import check_contents, check_indices, check_slots
 from uncast.attention.metadata import normalise
 from uncast.attention.operands import check_run, check_write
 from uncast.attention.plan import AttentionPlan
@@ -96,6 +96,7 @@ class MLAPagedAttention:
         return_lse: bool = False,
         lse_base: str = "2",
         batch_invariant: bool = False,
+        topk: int = 0,
         validate: bool = False,
     ) -> AttentionPlan:
         """Chooses and prepares a backend for one batch.
@@ -107,9 +108,10 @@ class MLAPagedAttention:
             max_q_len, max_kv_len, total_q: bounds for launch grids. Left out, they come from shapes, and `max_q_len` and
                 `total_q` from `qo_indptr`'s values (a device sync when it is on a GPU; give them under graph capture).
             num_pages: pages of the pool: bounds page numbers, and byte counts of backends that touch all of it.
+            topk: sparse attention: every `run` gets `indices` int32 [total_q, topk]; see `uncast.attention.problem`.
             validate: the debug mode. Also checks the contents of metadata here and in every `run`, and slots in every `write`:
-                query starts, lengths against pages and `max_kv_len`, numbers of live pages. On a CPU this is always done. On a
-                GPU each check syncs with the device, so it cannot be captured in a graph.
+                query starts, lengths against pages and `max_kv_len`, numbers of live pages, selected tokens. On a CPU this is
+                always done. On a GPU each check syncs with the device, so it cannot be captured in a graph.
             others: see `ProblemSpec`.
 
         Raises:
@@ -121,14 +123,14 @@ class MLAPagedAttention:
             ProblemSpec(
                 num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size,
                 kv_layout=kv_layout, q_data_type=q_data_type, causal=causal, sm_scale=sm_scale, return_lse=return_lse,
-                lse_base=lse_base, batch_invariant=batch_invariant,
+                lse_base=lse_base, batch_invariant=batch_invariant, topk=topk,
             ),
             max_q_len, max_kv_len, total_q, num_pages,
         )  # fmt: skip
         validate = validate or problem.spec.device == "cpu"
         if validate:
             check_contents(problem)
-        counted = replace(problem, kv_len_arr=problem.kv_len_arr.clone())
+        counted = replace(problem, qo_indptr=problem.qo_indptr.clone(), kv_len_arr=problem.kv_len_arr.clone())
         with self._lock:
             impl = self._select(problem.spec)
             status = self._status(impl, problem.spec)
@@ -157,8 +159,9 @@ class MLAPagedAttention:
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        indices: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer; shapes as `Backend.run`.
+        """Attention of one layer; shapes as `Backend.run`. `indices` go with a plan of `topk`.
 
         Returns:
             out [total_q, num_heads, head_dim_ckv] in q's dtype; with `return_lse`, also lse [total_q, num_heads] fp32.
@@ -169,16 +172,18 @@ class MLAPagedAttention:
         with self._lock:
             plan, impl = self._current("run")
             spec = plan.problem.spec
-            check_run(plan.problem, q_nope, q_pe, cache, out, lse)
+            check_run(plan.problem, q_nope, q_pe, cache, out, lse, indices)
             check_scale(spec.layout, "ckv_scale", ckv_scale)
             check_scale(spec.layout, "kpe_scale", kpe_scale)
             if plan.validate:
                 check_contents(plan.problem, cache.shape[0])
+                if indices is not None:
+                    check_indices(plan.problem, indices)
             out = torch.empty_like(q_nope, memory_format=torch.contiguous_format) if out is None else out
             if lse is None and (return_lse or spec.return_lse):
                 lse = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
             cache = cache if cache.dtype == torch.uint8 else cache.view(torch.uint8)
-            impl.run(q_nope, q_pe, cache, ckv_scale=ckv_scale, kpe_scale=kpe_scale, out=out, lse=lse)
+            impl.run(q_nope, q_pe, cache, ckv_scale=ckv_scale, kpe_scale=kpe_scale, out=out, lse=lse, indices=indices)
         if return_lse or spec.return_lse:
             assert lse is not None
             return out, lse
@@ -247,7 +252,8 @@ class MLAPagedAttention:
     def _status(self, impl: Backend, spec: ProblemSpec) -> str:
         if is_verified(impl.name, spec):
             return "verified"
-        what = f"{impl.name} for {spec.kv_layout}, {spec.num_heads} heads, page size {spec.page_size} on {spec.device}"
+        sparse = f", topk {spec.topk}" if spec.topk else ""
+        what = f"{impl.name} for {spec.kv_layout}, {spec.num_heads} heads, page size {spec.page_size}{sparse} on {spec.device}"
         if self.strict:
             raise Refused(
                 f"{what} is claimed but not verified on this machine: run `uncast probe`, or pass strict=False"

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
-from uncast.attention.backend import Capability
+from uncast.attention.backend import Backend, Capability
 from uncast.attention.problem import ProblemSpec
+from uncast.backends._write import FusedWriter
 from uncast.latent.codec import Scale, decode_rows
 from uncast.latent.layouts import RowLayout, row_layout
 
 CHUNK_ROWS = 4096
+
+
+class RecastBackend(FusedWriter):
+    """What both are: an inner backend, its traits, and no CUDA graph (pages are counted when planned)."""
+
+    copy_layout = "bf16"
+    wrapper: ClassVar[str]
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.name = f"{self.wrapper}:{inner.name}"
+        self.requires, self.uniform_q_len, self.lossy = inner.requires, inner.uniform_q_len, inner.lossy
+        self._scratch: torch.Tensor | None = None
 
 
 def inner_spec(spec: ProblemSpec) -> ProblemSpec:

@@ -2,19 +2,25 @@
 
 | name         | library                                | heads of (qk, v) channels            | LSE base |
 |--------------|----------------------------------------|--------------------------------------|----------|
-| `flashinfer` | FlashInfer single prefill, FA3, sm_90  | 64, 128 and 256 each; 192, 128       | 2        |
+| `flashinfer` | FlashInfer single prefill, FA3, sm_90  | 128 and 256 each; 192, 128           | 2        |
 | `cudnn`      | cuDNN through torch, sm_90             | up to 256; sm_80 and newer: 128      | e        |
 | `flash`      | torch's FlashAttention-2, sm_80 and up | up to 256, padded to one width       | e        |
 | `reference`  | torch's products in fp32, any device   | any; all scores of a block at once   | e        |
 
 cuDNN builds a plan per shape (a good part of a second): it gets shapes that recur, multiples of `CUDNN_GRANULE` rows and
-queries; the rest goes to `flash`. A block is un-masked, or square and causal, where top-left and bottom-right are the same.
+queries; the rest goes to `flash`. FlashInfer's kernel is compiled by FlashInfer itself, which takes a minute: it is used only
+where that has been done, by package flashinfer-jit-cache or by `python -m uncast.backends.flash_libraries QK V`.
+
+A block is un-masked, or causal with its last rows as the queries' own. Torch's two are causal from the top left, so theirs has
+as many rows as queries; FlashInfer's is causal from the bottom right and takes any rows before them in the same call.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
+from typing import Any
 
 import torch
 
@@ -22,12 +28,25 @@ LIBRARIES = ("flashinfer", "cudnn", "flash")
 """Fastest first; `reference` is for tests and is never chosen."""
 CUDNN_GRANULE = 256
 MAX_WIDTH = 256
-_FA3_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
+_FA3_WIDTHS = ((128, 128), (192, 128), (256, 256))
+
+
+def _fa3_spec(qk: int, v: int) -> Any:
+    from flashinfer.jit import gen_single_prefill_module
+
+    half = torch.float16
+    return gen_single_prefill_module("fa3", half, half, half, qk, v, 0, False, False, False)
 
 
 @functools.cache
-def _has_flashinfer() -> bool:
-    return importlib.util.find_spec("flashinfer") is not None
+def _has_fa3(qk: int, v: int) -> bool:
+    """Whether FlashInfer's kernel for these widths lies compiled on this machine."""
+    return importlib.util.find_spec("flashinfer") is not None and bool(_fa3_spec(qk, v).is_compiled)
+
+
+def is_bottom_right(library: str) -> bool:
+    """Whether a causal block of `library` may have more rows than queries."""
+    return library in ("flashinfer", "reference")
 
 
 def refusal(library: str, arch: int, qk: int, v: int) -> str | None:
@@ -43,7 +62,8 @@ def refusal(library: str, arch: int, qk: int, v: int) -> str | None:
             return (
                 f"flashinfer's FA3 takes compute capability 9.0 and widths {_FA3_WIDTHS}, not {arch / 10} with {qk, v}"
             )
-        return None if _has_flashinfer() else "flashinfer is not installed: use cudnn or flash"
+        hint = f"compile it by python -m uncast.backends.flash_libraries {qk} {v}, or use cudnn or flash"
+        return None if _has_fa3(qk, v) else f"flashinfer's FA3 for widths {qk} and {v} is not compiled here: {hint}"
     if library == "cudnn":
         limit = MAX_WIDTH if arch == 90 else 128
         if torch.backends.cudnn.version() is None:  # type: ignore[no-untyped-call]
@@ -85,7 +105,7 @@ def attend(
 
     Args:
         q: fp16 [heads, tokens, width]; k, v: fp16 [heads, rows, width], channels behind their own width zero.
-        v_width: v's own width. causal: only with tokens == rows.
+        v_width: v's own width. causal: token i sees the rows up to rows - tokens + i; see `is_bottom_right`.
 
     Returns:
         out fp16 [heads, tokens, v_width or more], lse fp32 [heads, tokens] (views), and the base of lse, "2" or "e".
@@ -127,6 +147,28 @@ def _reference(
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
     scores = q.float() @ k.float().mT * scale
     if causal:
-        scores.masked_fill_(torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + k.shape[1] - q.shape[1])
+        scores.masked_fill_(hidden, -torch.inf)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ v.float()).half(), lse, "e"
+
+
+def main(argv: list[str]) -> int:
+    """Compiles FlashInfer's FA3 for widths (qk, v), such as 256 256 for GLM; needs nvcc and ninja."""
+    try:
+        qk, v = (int(x) for x in argv)
+    except ValueError:
+        print("usage: python -m uncast.backends.flash_libraries QK V   (for example 256 256)", file=sys.stderr)
+        return 2
+    if (qk, v) not in _FA3_WIDTHS:
+        print(f"flashinfer's FA3 takes widths {_FA3_WIDTHS}, not {qk, v}", file=sys.stderr)
+        return 2
+    if importlib.util.find_spec("flashinfer") is None:
+        print("flashinfer is not installed: pip install flashinfer-python", file=sys.stderr)
+        return 1
+    _fa3_spec(qk, v).build_and_load()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -69,6 +69,7 @@ class FlashInferBackend(Backend):
         kpe_scale: Scale,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        indices: torch.Tensor | None = None,
     ) -> None:
         spec = self._problem.spec
         fp8 = spec.layout.is_fp8
@@ -123,6 +124,8 @@ def _refusal(spec: ProblemSpec, kernel: str) -> str | None:
             return f"reads fp8_e4m3 rows of 512/64 only, not {spec.head_dim_ckv}/{spec.head_dim_kpe}"
     elif spec.head_dim_ckv % 128 or spec.head_dim_kpe % 64:
         return f"needs multiples of 128 and 64, not head dims {spec.head_dim_ckv}/{spec.head_dim_kpe}"
+    if spec.topk:
+        return f"attends to every row, and topk is {spec.topk}"
     if spec.batch_invariant:
         return "splits work over the whole batch, so a request's bits depend on it: leave batch_invariant off"
     if spec.causal and spec.max_q_len > 1 and 64 % spec.num_heads and spec.num_heads % 64:

@@ -46,6 +46,8 @@ class FlashMLABackend(Backend):
             return f"takes bfloat16 queries, not {spec.q_data_type}"
         if (spec.head_dim_ckv, spec.head_dim_kpe, spec.page_size) != (512, 64, 64):
             return f"needs 512/64 rows in pages of 64, not {spec.head_dim_ckv}/{spec.head_dim_kpe} in {spec.page_size}"
+        if spec.topk:
+            return f"has dense kernels only, and topk is {spec.topk}"
         if spec.batch_invariant:
             return "splits work over the whole batch, so a request's bits depend on it: leave batch_invariant off"
         return None
@@ -75,6 +77,7 @@ class FlashMLABackend(Backend):
         kpe_scale: Scale,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        indices: torch.Tensor | None = None,
     ) -> None:
         result, row_lse = self._call(self._query(q_nope, q_pe), cache.view(torch.bfloat16), is_fp8=False)
         self._store(result, row_lse, out, lse)
@@ -121,6 +124,7 @@ class FlashMLALossyQ(FlashMLABackend):
         kpe_scale: Scale,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        indices: torch.Tensor | None = None,
     ) -> None:
         ratio = _scale(kpe_scale, out) / _scale(
             ckv_scale, out

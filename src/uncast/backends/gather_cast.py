@@ -1,7 +1,8 @@
 """`gather_cast:<inner>`: copies the live pages to BF16, then runs a backend that knows only 16-bit caches.
 
 The way out most servers take from the founding bug: bytes grow with live tokens, not with the pool, but every live row is
-still read, written and read again.
+still read, written and read again. On a GPU one fused kernel (`kernels.gather_rows`) fills the scratch; a page that several
+requests share is copied once, so the scratch never has more pages than the pool, and it is used again by every layer and plan.
 """
 
 from __future__ import annotations
@@ -10,48 +11,45 @@ from dataclasses import replace
 
 import torch
 
-from uncast.attention.backend import Backend, Capability
-from uncast.attention.problem import Problem, ProblemSpec
-from uncast.backends._recast import bf16_row_bytes, cast_rows, inner_spec, recast_capability
+from uncast.attention.backend import Capability
+from uncast.attention.problem import Problem, ProblemError, ProblemSpec
+from uncast.backends._pages import tight_csr
+from uncast.backends._recast import RecastBackend, bf16_row_bytes, cast_rows, inner_spec, recast_capability
 from uncast.latent.codec import Scale
 
+SHRINK = 4
+"""A scratch this many times larger than needed is given back."""
 
-class GatherCastBackend(Backend):
-    """An inner backend over a BF16 copy of the live pages, packed in request order."""
 
-    copy_layout = "bf16"
+class GatherCastBackend(RecastBackend):
+    """An inner backend over a BF16 copy of the live pages."""
 
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.name = f"gather_cast:{inner.name}"
-        self.requires, self.uniform_q_len, self.lossy = inner.requires, inner.uniform_q_len, inner.lossy
+    wrapper = "gather_cast"
 
     def capability(self, spec: ProblemSpec) -> Capability:
         return recast_capability(self.name, self.inner.capability, spec)
 
     def plan(self, problem: Problem) -> None:
-        spec = problem.spec
-        live = (problem.kv_len_arr + (spec.page_size - 1)) // spec.page_size
-        starts, counts = problem.kv_indptr.tolist(), live.tolist()
-        ranges = [problem.kv_indices[a : a + n] for a, n in zip(starts[:-1], counts, strict=True)]
-        device = problem.kv_indices.device
-        self._pages = torch.cat(ranges) if ranges else problem.kv_indices[:0]
-        total = self._pages.shape[0]
-        self._scratch = torch.empty((total, spec.page_size, bf16_row_bytes(spec)), dtype=torch.uint8, device=device)
-        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=device)
-        indptr[1:] = live.cumsum(0)
-        packed = torch.arange(total, dtype=torch.int32, device=device)
-        self._problem = problem
+        indptr, indices = tight_csr(problem)
+        self._pages, packed = torch.unique(indices, return_inverse=True)
+        total = max(1, self._pages.shape[0])
+        self._problem, self._copy = problem, self._reserve(total, problem)
         self.inner.plan(
             replace(
-                problem,
-                spec=inner_spec(spec),
-                kv_indptr=indptr,
-                kv_indices=packed,
-                num_pages=total,
-                pages_per_request=None,
+                problem, spec=inner_spec(problem.spec), kv_indptr=indptr, kv_indices=packed.to(torch.int32),
+                num_pages=total, pages_per_request=None,
             )
-        )
+        )  # fmt: skip
+
+    def _reserve(self, pages: int, problem: Problem) -> torch.Tensor:
+        """uint8 [pages, page_size, bf16 row bytes]: the start of the scratch, which is made anew only when it does not fit."""
+        spec, device = problem.spec, problem.kv_indices.device
+        shape = (spec.page_size, bf16_row_bytes(spec))
+        size = pages * shape[0] * shape[1]
+        held = 0 if self._scratch is None else self._scratch.numel()
+        if self._scratch is None or self._scratch.device != device or not size <= held <= SHRINK * size:
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._scratch[:size].view(pages, *shape)
 
     def run(
         self,
@@ -63,22 +61,37 @@ class GatherCastBackend(Backend):
         kpe_scale: Scale,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        indices: torch.Tensor | None = None,
     ) -> None:
         layout = self._problem.spec.layout
-        rows = cache.index_select(0, self._pages).view(-1, layout.row_bytes)
-        cast_rows(rows, layout, ckv_scale, kpe_scale, self._scratch.view(-1, self._scratch.shape[-1]))
-        self.inner.run(q_nope, q_pe, self._scratch, ckv_scale=None, kpe_scale=None, out=out, lse=lse)
+        if cache.is_cuda:
+            self._gather(cache, ckv_scale, kpe_scale)
+        else:
+            rows = cache.index_select(0, self._pages).view(-1, layout.row_bytes)
+            cast_rows(rows, layout, ckv_scale, kpe_scale, self._copy.view(-1, self._copy.shape[-1]))
+        self.inner.run(
+            q_nope, q_pe, self._copy, ckv_scale=None, kpe_scale=None, out=out, lse=lse, indices=indices
+        )  # fmt: skip
+
+    def _gather(self, cache: torch.Tensor, ckv_scale: Scale, kpe_scale: Scale) -> None:
+        from uncast.kernels.gather_rows import gather_rows
+
+        spec = self._problem.spec
+        if cache.data_ptr() % 16:
+            raise ProblemError("the cache must start at a 16-byte boundary")
+        with torch.cuda.device(cache.device):
+            gather_rows(
+                cache, self._pages, self._copy, spec.layout, arch=spec.arch, ckv_scale=ckv_scale, kpe_scale=kpe_scale
+            )
 
     def bytes_read(self, problem: Problem) -> int:
-        return _live_rows(problem) * problem.spec.layout.row_bytes + self.inner.bytes_read(
-            replace(problem, spec=inner_spec(problem.spec))
-        )
+        copied = _live_rows(problem) * problem.spec.layout.row_bytes
+        return copied + self.inner.bytes_read(replace(problem, spec=inner_spec(problem.spec)))
 
     def bytes_written(self, problem: Problem) -> int:
         return _live_rows(problem) * bf16_row_bytes(problem.spec)
 
 
 def _live_rows(problem: Problem) -> int:
-    """Rows of live pages, the unused ends of last pages included."""
-    page_size = problem.spec.page_size
-    return int(((problem.kv_len_arr + (page_size - 1)) // page_size).sum()) * page_size
+    """Rows of live pages, the unused ends of last pages included; of a page that requests share once."""
+    return tight_csr(problem)[1].unique().shape[0] * problem.spec.page_size

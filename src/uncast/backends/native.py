@@ -32,6 +32,8 @@ class NativeBackend(Backend):
         self._plan: mma_launch.MmaPlan | wgmma_launch.WgmmaPlan | None = None
 
     def capability(self, spec: ProblemSpec) -> Capability:
+        if spec.topk:
+            return Capability.refused(f"native attends to every row, and topk is {spec.topk}")
         reason = wgmma_launch.supports(spec) if self._kernel == "wgmma" else mma_launch.supports(spec)
         return Capability.refused(reason) if reason else Capability.claimed()
 
@@ -57,6 +59,7 @@ class NativeBackend(Backend):
         kpe_scale: Scale,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        indices: torch.Tensor | None = None,
     ) -> None:
         if self._plan is None:
             return

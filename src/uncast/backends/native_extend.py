@@ -1,7 +1,7 @@
 """Un-absorbed extend on a GPU: many new tokens over a long prefix, the cache read as it is stored, in a bounded scratch.
 
     queries packed, fp16
-    the last q_len rows, for as many heads at once as fit:   causal (square)
+    the last rows, for as many heads at once as fit:         causal
         keys, values = up-projection of the rows             kernels.up_project, straight from the paged rows
         state = a library's flash attention, with LSE        flash_libraries
     for a group of heads:
@@ -9,8 +9,8 @@
         out = merged states                                  kernels.merge_states, fp32, rounded once
 
 Blocks: `SCRATCH_BYTES` bounds keys and values of one block. A group takes as few heads as fill the GPU, so that a block takes
-as many rows as it can: a 32k prefix is one block of 8 heads with GLM's widths and 256 MiB, and nothing but the causal block is
-merged with it. Besides, a call holds packed queries, the fp16 form of W_UK and W_UV, and the states of the causal block.
+as many rows as it can. The causal block has the last q_len rows, or with a library whose mask is from the bottom right as many
+rows as fit: a 32k prefix is then part of it, 4 heads at a time with GLM's widths and 256 MiB, and nothing is merged. Besides, a call holds packed queries, the fp16 form of W_UK and W_UV, and the states of the causal block.
 
 On an H200 (4,096 queries on 32,768 rows, 64 heads, GLM's widths, `fp8_e4m3`) cuDNN runs prefix blocks at 687 TFLOP/s and
 torch's FlashAttention-2 at 323; a causal block of 8 heads at 288, of 64 heads at 571.
@@ -46,10 +46,12 @@ QUERY_TILE = 128
 
 @dataclass(frozen=True)
 class Tiling:
-    """heads of a group over the prefix and its blocks (first row, rows); causal_heads, a multiple, for the last rows."""
+    """heads of a group over the un-masked blocks (first row, rows); causal_heads, a multiple, over the causal block of the
+    last `causal_rows`."""
 
     heads: int
     causal_heads: int
+    causal_rows: int
     blocks: tuple[tuple[int, int], ...]
 
 
@@ -85,7 +87,7 @@ def plan_tiling(
 ) -> Tiling:
     """Heads of a group (given, or chosen) and its blocks of rows, so that keys and values of a block fit `scratch_bytes`.
 
-    The last q_len rows are one block: `MAX_QUERIES` rows of one head always fit 256 MiB.
+    The last q_len rows are in one block: `MAX_QUERIES` rows of one head always fit 256 MiB.
     """
     row_bytes, prefix = 2 * 2 * width, kv_len - q_len
     max_rows = scratch_bytes // row_bytes
@@ -93,15 +95,19 @@ def plan_tiling(
         group = _choose_group(q_len, max(prefix, q_len), heads, num_sms, max_rows)
     elif not 1 <= group <= heads or heads % group:
         raise ProblemError(f"a group of {group} heads does not divide {heads} heads")
-    causal = max(g for g in _divisors(heads) if g == group or (g % group == 0 and g * q_len <= max_rows))
     granule = libraries.CUDNN_GRANULE
     block = max(granule, max_rows // group // granule * granule)
+    if libraries.is_bottom_right(library):
+        causal_rows, causal = min(kv_len, max(q_len, block)), group
+    else:
+        causal_rows = q_len
+        causal = max(g for g in _divisors(heads) if g == group or (g % group == 0 and g * q_len <= max_rows))
     blocks, start = [], 0
-    while start < prefix:
-        rows = libraries.split_rows(library, q_len, min(block, prefix - start))
+    while start < kv_len - causal_rows:
+        rows = libraries.split_rows(library, q_len, min(block, kv_len - causal_rows - start))
         blocks.append((start, rows))
         start += rows
-    return Tiling(group, causal, tuple(blocks))
+    return Tiling(group, causal, causal_rows, tuple(blocks))
 
 
 def _divisors(heads: int) -> list[int]:
@@ -118,9 +124,8 @@ def _choose_group(q_len: int, longest: int, heads: int, num_sms: int, max_rows: 
 
 
 def _fills(tiles: int, num_sms: int) -> bool:
-    """Whether `tiles` CTAs of equal length keep at least 90 % of the multiprocessors busy, in two waves or more."""
-    waves = -(-tiles // num_sms)
-    return waves >= 2 and tiles >= 0.9 * waves * num_sms  # 8 heads of 4,096 queries: 256 tiles on 132, 97 %
+    """Whether `tiles` CTAs of equal length keep at least 90 % of the multiprocessors busy."""
+    return tiles >= 0.9 * -(-tiles // num_sms) * num_sms  # 4 heads of 4,096 queries: 128 tiles on 132, 97 %
 
 
 def unabsorbed_extend(
@@ -220,12 +225,12 @@ class _Job:
             scratch_bytes=self.scratch_bytes, group=self.heads_per_group,
         )  # fmt: skip
         packed = up_launch.pack_queries(request, q_nope, q_pe, width)
-        rows = max(tiling.causal_heads * tokens, *(tiling.heads * rows for _, rows in tiling.blocks), 0)
+        rows = max(tiling.causal_heads * tiling.causal_rows, *(tiling.heads * rows for _, rows in tiling.blocks), 0)
         make = torch.empty if qk == self.v else torch.zeros
         scratch = make((2, rows * width), dtype=torch.float16, device=self.cache.device)
         for outer in range(0, heads, tiling.causal_heads):
             part = slice(outer, outer + tiling.causal_heads)
-            last = self._attend(request, packed, part, (kv_len - tokens, tokens), True, scratch)
+            last = self._attend(request, packed, part, (kv_len - tiling.causal_rows, tiling.causal_rows), True, scratch)
             for first in range(outer, outer + tiling.causal_heads, tiling.heads):
                 part, inner = (slice(x, x + tiling.heads) for x in (first, first - outer))
                 states = [State(last.out[inner], last.lse[inner], last.lse_base)]

@@ -9,21 +9,16 @@ from dataclasses import replace
 
 import torch
 
-from uncast.attention.backend import Backend, Capability
+from uncast.attention.backend import Capability
 from uncast.attention.problem import Problem, ProblemError, ProblemSpec
-from uncast.backends._recast import bf16_row_bytes, cast_rows, inner_spec, recast_capability
+from uncast.backends._recast import RecastBackend, bf16_row_bytes, cast_rows, inner_spec, recast_capability
 from uncast.latent.codec import Scale
 
 
-class PoolCastBackend(Backend):
+class PoolCastBackend(RecastBackend):
     """An inner backend over a BF16 copy of all pages, live or not."""
 
-    copy_layout = "bf16"
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.name = f"pool_cast:{inner.name}"
-        self.requires, self.uniform_q_len, self.lossy = inner.requires, inner.uniform_q_len, inner.lossy
+    wrapper = "pool_cast"
 
     def capability(self, spec: ProblemSpec) -> Capability:
         return recast_capability(self.name, self.inner.capability, spec)
@@ -42,11 +37,12 @@ class PoolCastBackend(Backend):
         kpe_scale: Scale,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        indices: torch.Tensor | None = None,
     ) -> None:
         spec = self._problem.spec
         copy = torch.empty((*cache.shape[:2], bf16_row_bytes(spec)), dtype=torch.uint8, device=cache.device)
         cast_rows(cache.view(-1, cache.shape[-1]), spec.layout, ckv_scale, kpe_scale, copy.view(-1, copy.shape[-1]))
-        self.inner.run(q_nope, q_pe, copy, ckv_scale=None, kpe_scale=None, out=out, lse=lse)
+        self.inner.run(q_nope, q_pe, copy, ckv_scale=None, kpe_scale=None, out=out, lse=lse, indices=indices)
 
     def bytes_read(self, problem: Problem) -> int:
         live = self.inner.bytes_read(replace(problem, spec=inner_spec(problem.spec)))

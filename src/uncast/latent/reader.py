@@ -44,17 +44,25 @@ class RowReader:
 
         The result is overwritten by the next call.
         """
-        layout, rank = self.layout, self.rank
         stored = self.bytes[: pages.shape[0]]
         torch.index_select(cache, 0, pages, out=stored)
-        rows, keys = stored.view(-1, layout.row_bytes)[:count], self.keys[:count]
+        return self._decode(stored.view(-1, self.layout.row_bytes)[:count])
+
+    def read_rows(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """float32 [n, rank + rope]: the rows in `slots` (page * page_size + offset), int64, at most `rows_per_block`."""
+        stored = self.bytes.view(-1, self.layout.row_bytes)[: slots.shape[0]]
+        torch.index_select(cache.view(-1, self.layout.row_bytes), 0, slots, out=stored)
+        return self._decode(stored)
+
+    def _decode(self, rows: torch.Tensor) -> torch.Tensor:
+        layout, rank, keys = self.layout, self.rank, self.keys[: rows.shape[0]]
         if layout.ckv_dtype == "fp32":
             return rows.view(torch.float32)
         if self.bits is None:
             return keys.copy_(rows.view(torch.bfloat16))
         if layout.has_external_scales:
-            return e4m3.decode(rows, out=keys, bits=self.bits[:count])
-        e4m3.decode(rows[:, : layout.scale_offset], out=keys[:, :rank], bits=self.bits[:count, :rank])
+            return e4m3.decode(rows, out=keys, bits=self.bits[: rows.shape[0]])
+        e4m3.decode(rows[:, : layout.scale_offset], out=keys[:, :rank], bits=self.bits[: rows.shape[0], :rank])
         scales = rows[:, layout.scale_offset : layout.kpe_offset].view(torch.float32)
         keys[:, :rank].view(-1, layout.num_tiles, DS_MLA_TILE).mul_(scales[..., None])
         keys[:, rank:] = rows[:, layout.kpe_offset :].view(torch.bfloat16)

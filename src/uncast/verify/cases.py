@@ -24,6 +24,7 @@ class ProbeCase:
     cache: torch.Tensor
     ckv_scale: Scale
     kpe_scale: Scale
+    indices: torch.Tensor | None = None
 
 
 def make_case(spec: ProblemSpec, kv_lens: list[int], q_lens: list[int], *, seed: int = 0) -> ProbeCase:
@@ -66,7 +67,22 @@ def make_case(spec: ProblemSpec, kv_lens: list[int], q_lens: list[int], *, seed:
         cache=cache.to(device),
         ckv_scale=ckv_scale,
         kpe_scale=kpe_scale,
+        indices=_selections(spec.topk, kv_lens, q_lens, generator).to(device) if spec.topk else None,
     )
+
+
+def _selections(topk: int, kv_lens: list[int], q_lens: list[int], generator: torch.Generator) -> torch.Tensor:
+    """int32 [total_q, topk]: for each query a random choice, in random places, of tokens that it may see; every third query
+    leaves half of them empty."""
+    indices = torch.full((sum(q_lens), topk), -1, dtype=torch.int32)
+    visible = [
+        max(0, kv_len - q_len + i + 1) for kv_len, q_len in zip(kv_lens, q_lens, strict=True) for i in range(q_len)
+    ]
+    for row, limit in enumerate(visible):
+        count = min(topk, limit) // (2 if row % 3 == 0 else 1)
+        places = torch.randperm(topk, generator=generator)[:count]
+        indices[row, places] = torch.randperm(limit, generator=generator)[:count].int()
+    return indices
 
 
 def plan_case(attention: MLAPagedAttention, spec: ProblemSpec, case: ProbeCase) -> Problem:
@@ -85,6 +101,7 @@ def plan_case(attention: MLAPagedAttention, spec: ProblemSpec, case: ProbeCase) 
         kv_layout=spec.kv_layout,
         lse_base=spec.lse_base,
         batch_invariant=spec.batch_invariant,
+        topk=spec.topk,
         num_pages=case.cache.shape[0],
     ).problem
 
@@ -98,7 +115,7 @@ def run_case(
     """Output and LSE of a planned case, written to `out` and `lse` if given."""
     result = attention.run(
         case.q_nope, case.q_pe, case.cache, ckv_scale=case.ckv_scale, kpe_scale=case.kpe_scale, out=out, lse=lse,
-        return_lse=True,
+        return_lse=True, indices=case.indices,
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result

@@ -207,6 +207,7 @@ def _batch_fault(backend: str, spec: ProblemSpec, case: ProbeCase, first: _Run) 
             seq_lens=case.seq_lens[request : request + 1].clone(),
             qo_indptr=case.qo_indptr[request : request + 2] - starts[request],
             q_nope=case.q_nope[rows], q_pe=case.q_pe[rows],
+            indices=None if case.indices is None else case.indices[rows],
         )  # fmt: skip
         attention = MLAPagedAttention(backend)
         with warnings.catch_warnings():
@@ -244,4 +245,6 @@ def _reference(problem: Problem, case: ProbeCase, copy_layout: str | None) -> tu
         values = decode_rows(rows, spec.layout, ckv_scale=scales[0], kpe_scale=scales[1])
         cache = encode_rows(*values, copy).view(cache.shape[0], spec.page_size, copy.row_bytes)
         problem, scales = replace(problem, spec=replace(spec, kv_layout=copy_layout)), (None, None)
-    return mla_oracle(problem, case.q_nope, case.q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1])
+    return mla_oracle(
+        problem, case.q_nope, case.q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1], indices=case.indices
+    )

@@ -1,0 +1,38 @@
+"""The fused cache writer for backends whose library has none: attention is theirs, the bytes of a row are ours."""
+
+from __future__ import annotations
+
+import torch
+
+from uncast.attention.backend import Backend
+from uncast.latent.codec import Scale
+
+
+class FusedWriter(Backend):
+    """A backend that writes with `kernels.cache_write` on a GPU, as `native` does, and with the reference writer on a CPU."""
+
+    def write(
+        self,
+        ckv: torch.Tensor,
+        kpe: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        kv_layout: str,
+        ckv_scale: Scale,
+        kpe_scale: Scale,
+        counters: torch.Tensor | None,
+    ) -> None:
+        if not cache.is_cuda:
+            super().write(
+                ckv, kpe, cache, slot_mapping,
+                kv_layout=kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
+            )  # fmt: skip
+            return
+        from uncast.kernels.cache_write import write_rows
+
+        with torch.cuda.device(cache.device):
+            write_rows(
+                ckv, kpe, cache, slot_mapping,
+                kv_layout=kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
+            )  # fmt: skip
