@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": ("uncast.cli.generate", "generate text from a prompt and account for the cache bytes"),
     "serve": ("uncast.cli.serve", "serve a model with the OpenAI API"),
     "doctor": ("uncast.cli.doctor", "name the wasted bytes in a profiler trace of any server"),
+    "inspect": ("uncast.cli.inspect", "say what a checkpoint is, what fits beside it and what a decode step must read"),
     "probe": ("uncast.cli.probe", "run what attention backends claim on this machine, and keep what is verified"),
     "bench": ("uncast.cli.bench", "measure attention and decoding"),
 }

@@ -1,0 +1,161 @@
+"""`survey`: a folder's configuration and file headers to everything that `uncast inspect` says about it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uncast.checkpoints.files import CheckpointError, read_json
+from uncast.checkpoints.implied import implied_tensors, is_nvfp4
+from uncast.checkpoints.inventory import Module, modules, quantization, read_headers
+from uncast.engine.footprint import SparseShape
+from uncast.models.config import SUPPORTED, ConfigError, ModelConfig
+from uncast.models.fields import Fields
+
+_DENSE_TWIN = {"glm_moe_dsa": "glm4_moe_lite", "deepseek_v32": "deepseek_v3"}
+"""Families whose shapes, but for the indexer, are those of another one."""
+_FULL_OFFSET = 2
+"""transformers' default of `index_skip_topk_offset`."""
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """Layers that store one part in the same format.
+
+    Attributes:
+        layers: None outside the layers.
+        formats: format -> bytes, the largest first.
+        parameters, nbytes: of all these layers together.
+    """
+
+    part: str
+    layers: tuple[int, ...] | None
+    formats: Mapping[str, int]
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A checkpoint.
+
+    Attributes:
+        model_type: as config.json has it.
+        sparse: None for a model that attends to every row.
+        modules: as stored; implied by the configuration if `stored` is False.
+        kv_scales: layers with a scale for the KV cache in the checkpoint.
+        notes: what a reader has to know about these figures, a sentence each.
+    """
+
+    folder: Path
+    model_type: str
+    config: ModelConfig
+    sparse: SparseShape | None
+    modules: Sequence[Module]
+    stored: bool
+    kv_scales: int
+    notes: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Of the layers that decode; without multi-token prediction."""
+        return sum(module.parameters for module in self.modules if module.part != "MTP")
+
+    def formats(self) -> list[FormatRow]:
+        """Parts in the order of the model, neighbouring layers of one format together."""
+        return _format_rows(self.modules)
+
+
+def survey(folder: Path) -> Survey:
+    """Reads `config.json` and the headers of the weights.
+
+    Raises:
+        CheckpointError: no such folder, a configuration that is not supported, a missing or damaged file.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder with a model in it")
+    raw = read_json(folder / "config.json")
+    try:
+        kind = raw.get("model_type")
+        twin = _DENSE_TWIN.get(kind, kind) if isinstance(kind, str) and kind not in SUPPORTED else kind
+        config = ModelConfig.from_hf({**raw, "model_type": twin})
+        sparse = _sparse(Fields(raw, "config.json"), config.num_layers)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    settings, notes = quantization(raw, folder), []
+    tensors = read_headers(folder)
+    stored = bool(tensors)
+    if not stored:
+        heads, dim, full = (sparse.heads, sparse.head_dim, set(sparse.full_layers)) if sparse else (0, 0, set())
+        tensors = implied_tensors(config, heads, dim, full, settings)
+        notes.append(f"no weights in this folder: bytes are implied by config.json, {_assumed(settings)}")
+    found = modules(tensors, config.num_layers)
+    if not any(module.part == "attention" for module in found):
+        raise CheckpointError(f"{folder} holds no attention weights under Hugging Face's names")
+    scales = len({module.layer for module in found if module.format == "KV scale"})
+    if scales == 0 and _fp8_cache(settings):
+        notes.append("the checkpoint asks for an FP8 KV cache but holds no scale for it: engines then use 1.0")
+    return Survey(folder, str(kind), config, sparse, found, stored, scales, tuple(notes))
+
+
+def _sparse(fields: Fields, num_layers: int) -> SparseShape | None:
+    """The indexer of a configuration that has one; for GLM-5.2 "shared" layers have none of their own."""
+    if "index_topk" not in fields:
+        return None
+    if "indexer_types" in fields:
+        kinds = fields.choices("indexer_types", num_layers, ("full", "shared"))
+        full = [index for index, kind in enumerate(kinds) if kind == "full"]
+    else:
+        every = fields.integer("index_topk_freq", 1)
+        offset = fields.integer("index_skip_topk_offset", _FULL_OFFSET, low=0)
+        full = [index for index in range(num_layers) if max(index - offset + 1, 0) % every == 0]
+    heads, dim = fields.integer("index_n_heads"), fields.integer("index_head_dim")
+    return SparseShape(heads, dim, fields.integer("index_topk"), tuple(full))
+
+
+def _assumed(settings: Mapping[str, Any]) -> str:
+    if settings.get("quant_method") == "fp8":
+        return "weights in FP8 blocks"
+    if is_nvfp4(settings):
+        return "NVFP4 but for the excluded modules"
+    method = settings.get("quant_method") or settings.get("quant_algo")
+    return "all in BF16" + (f" (quantization {method!r} is not followed)" if method else "")
+
+
+def _fp8_cache(settings: Mapping[str, Any]) -> bool:
+    return settings.get("kv_cache_quant_algo") == "FP8" or bool(settings.get("kv_cache_scheme"))
+
+
+_ORDER = (
+    "embedding", "attention", "indexer", "dense MLP", "router", "experts", "shared experts", "norms", "other", "LM head",
+    "MTP",
+)  # fmt: skip
+
+
+def _format_rows(found: Sequence[Module]) -> list[FormatRow]:
+    by_place: dict[tuple[str, int | None], list[Module]] = defaultdict(list)
+    for module in found:
+        by_place[module.part, module.layer].append(module)
+    by_formats: dict[tuple[str, tuple[str, ...], bool], list[Module]] = defaultdict(list)
+    for (part, layer), group in by_place.items():
+        names = tuple(sorted({module.format for module in group if module.parameters}))
+        by_formats[part, names, layer is None].extend(group)
+    rows = []
+    for (part, _, outside), group in by_formats.items():
+        bytes_of: dict[str, int] = defaultdict(int)
+        for module in group:
+            bytes_of[module.format] += module.nbytes
+        layers = tuple(sorted({module.layer for module in group if module.layer is not None}))
+        rows.append(
+            FormatRow(
+                part,
+                None if outside else layers,
+                dict(sorted(bytes_of.items(), key=lambda item: -item[1])),
+                sum(module.parameters for module in group),
+                sum(module.nbytes for module in group),
+            )
+        )
+    return sorted(rows, key=lambda row: (_ORDER.index(row.part), row.layers or ()))
