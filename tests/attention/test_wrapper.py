@@ -159,7 +159,7 @@ def test_out_and_lse_are_written_in_place() -> None:
 def test_unknown_and_missing_backends() -> None:
     with pytest.raises(
         UnknownBackend,
-        match=r"unknown attention backend 'flash': use auto or one of flashinfer_fa2, .*, native, torch_cpu",
+        match=r"unknown attention backend 'flash': use auto or one of flashinfer_cutlass, .*, native, torch_cpu",
     ):
         MLAPagedAttention("flash")
     registry.register("absent", "no_such_package.x:Y")

@@ -112,7 +112,7 @@ def test_a_failing_row_is_shown_with_its_reason(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--backend", "fa4"], "unknown attention backend 'fa4': use one of flashinfer_fa2, "),
+        (["--backend", "fa4"], "unknown attention backend 'fa4': use one of flashinfer_cutlass, "),
         (["--layout", "fp8_e5m2"], "KV cache layout 'fp8_e5m2' is refused: no kernel reads e5m2 rows"),
         (["--layout", "fp4"], "unknown KV cache layout 'fp4': use one of auto, "),
         (["--backend", "torch_cpu", "--page-size", "48"], "page_size is 48: allowed are powers of two from 1 to 128"),

@@ -11,8 +11,11 @@ from typing import Any
 from uncast.attention.backend import Backend
 
 _BACKENDS: dict[str, str] = {
+    "flashinfer_cutlass": "uncast.backends.flashinfer_dense:FlashInferCutlass",
     "flashinfer_fa2": "uncast.backends.flashinfer:FlashInferFa2",
     "flashinfer_fa3": "uncast.backends.flashinfer:FlashInferFa3",
+    "flashinfer_trtllm_gen": "uncast.backends.flashinfer_dense:FlashInferTrtllmGen",
+    "flashinfer_xqa": "uncast.backends.flashinfer_dense:FlashInferXqa",
     "flashmla": "uncast.backends.flashmla:FlashMLABackend",
     "flashmla_lossy_q": "uncast.backends.flashmla:FlashMLALossyQ",
     "native": "uncast.backends.native:NativeBackend",
@@ -40,6 +43,12 @@ def register(name: str, path: str) -> None:
 def names() -> list[str]:
     """Registered names, wrapped forms included."""
     return [*_BACKENDS, *(f"{wrapper}:{inner}" for wrapper in _WRAPPERS for inner in _BACKENDS)]
+
+
+def choices() -> str:
+    """The names for a sentence; wrapped forms by their rule."""
+    wrapped = " or ".join(f"{wrapper}:NAME" for wrapper in _WRAPPERS)
+    return f"{', '.join(_BACKENDS)} (or {wrapped} of one of them)"
 
 
 def paths() -> dict[str, str]:
@@ -77,7 +86,7 @@ def create(name: str) -> Backend:
     elif name in _BACKENDS:
         backend = _make(name, _BACKENDS[name])
     else:
-        raise UnknownBackend(f"unknown attention backend {name!r}: use auto or one of {', '.join(names())}")
+        raise UnknownBackend(f"unknown attention backend {name!r}: use auto or one of {choices()}")
     if not isinstance(backend, Backend):
         raise UnknownBackend(f"{name!r} is registered as {type(backend).__name__}, which is not an attention Backend")
     return backend

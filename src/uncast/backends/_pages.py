@@ -21,10 +21,21 @@ def tight_csr(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return indptr.to(problem.kv_indices.device), indices.contiguous()
 
 
-def block_table(problem: Problem) -> torch.Tensor:
-    """int32 [batch, longest], unused entries 0 (a page that exists, since some kernels prefetch it)."""
+def common_q_len(problem: Problem) -> int | None:
+    """Query rows of every request where that is one number (1 without requests), else None. Syncs with a GPU."""
+    lengths = set((problem.qo_indptr[1:] - problem.qo_indptr[:-1]).tolist())
+    return None if len(lengths) > 1 else int(max(lengths, default=1))
+
+
+def block_table(problem: Problem, multiple: int = 1) -> torch.Tensor:
+    """int32 [batch, longest], unused entries 0 (a page that exists, since some kernels prefetch it).
+
+    Args:
+        multiple: the width is one of it.
+    """
     counts, starts = live_pages(problem), problem.kv_indptr.tolist()
-    table = torch.zeros((len(counts), max([1, *counts])), dtype=torch.int32, device=problem.kv_indices.device)
+    width = -(-max([1, *counts]) // multiple) * multiple
+    table = torch.zeros((len(counts), width), dtype=torch.int32, device=problem.kv_indices.device)
     for request, count in enumerate(counts):
         table[request, :count] = problem.kv_indices[starts[request] : starts[request] + count]
     return table

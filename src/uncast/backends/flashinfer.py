@@ -6,57 +6,35 @@ with BF16 queries and per-tensor scales on sm_90 only. Scales are host floats th
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 
-from uncast.attention.backend import Backend, Capability
 from uncast.attention.problem import Problem, ProblemSpec
+from uncast.backends._flashinfer import WORKSPACE_BYTES, FlashInferBackend, contiguous_or_new
 from uncast.backends._pages import tight_csr
 from uncast.latent.codec import Scale
 
-WORKSPACE_BYTES = 128 * 2**20
+__all__ = ["WORKSPACE_BYTES", "FlashInferFa2", "FlashInferFa3"]
 
 
-class FlashInferBackend(Backend):
-    """Adapter of `flashinfer.mla.BatchMLAPagedAttentionWrapper` with one concrete kernel."""
-
-    kernel: ClassVar[str]
-    requires = "flashinfer-python"
-
-    def __init__(self) -> None:
-        import flashinfer.mla
-
-        self._library: Any = flashinfer.mla
-        self._workspace: torch.Tensor | None = None
+class _FlashAttention(FlashInferBackend):
+    """Both kernels: the same metadata and the same call."""
 
     @classmethod
-    def capability(cls, spec: ProblemSpec) -> Capability:
-        reason = _refusal(spec, cls.kernel)
-        return Capability.refused(f"{cls.name} {reason}") if reason else Capability.claimed()
+    def refusal(cls, spec: ProblemSpec) -> str | None:
+        return _refusal(spec, cls.kernel)
 
     def plan(self, problem: Problem) -> None:
-        spec = problem.spec
         self._problem = problem
-        if self._workspace is None:
-            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=problem.kv_len_arr.device)
-        self._wrapper = self._library.BatchMLAPagedAttentionWrapper(self._workspace, backend=self.kernel)
+        if problem.total_q == 0:
+            return
         indptr, indices = tight_csr(problem)
-        fp8 = spec.layout.is_fp8
-        self._wrapper.plan(
-            metadata=self._library.MLAPlanMetadata.csr(problem.qo_indptr, indptr, indices, problem.kv_len_arr),
-            num_heads=spec.num_heads,
-            head_dim_ckv=spec.head_dim_ckv,
-            head_dim_kpe=spec.head_dim_kpe,
-            page_size=spec.page_size,
-            causal=spec.causal,
-            sm_scale=spec.sm_scale,
-            q_data_type=spec.q_data_type,
-            kv_data_type=torch.float8_e4m3fn if fp8 else spec.q_data_type,
+        self._wrapper = self._plan_wrapper(
+            problem,
+            self._library.MLAPlanMetadata.csr(problem.qo_indptr, indptr, indices, problem.kv_len_arr),
             query_layout="split",
             kv_cache_layout="split",
-            lse_mode="base2" if spec.lse_base == "2" else "basee",
-            scale_mode="kv-per-tensor" if fp8 else "default",
+            lse_mode="base2" if problem.spec.lse_base == "2" else "basee",
+            scale_mode="kv-per-tensor" if problem.spec.layout.is_fp8 else "default",
         )
 
     def run(
@@ -71,31 +49,36 @@ class FlashInferBackend(Backend):
         lse: torch.Tensor | None,
         indices: torch.Tensor | None = None,
     ) -> None:
+        if self._problem.total_q == 0:
+            return
         spec = self._problem.spec
         fp8 = spec.layout.is_fp8
         typed = cache.view(torch.float8_e4m3fn if fp8 else spec.q_data_type)
         scales = {"ckv_scale": _host(ckv_scale), "kpe_scale": _host(kpe_scale)} if fp8 else {}
         # A base-e LSE is asked for by keyword; without one the planned base-2 values go to a buffer of our own.
         buffer = lse if lse is not None else torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
+        target = contiguous_or_new(out)
         self._wrapper.run(
             query=(q_nope, q_pe),
             kv_cache=(typed[..., : spec.head_dim_ckv], typed[..., spec.head_dim_ckv :]),
-            out=out,
+            out=target,
             lse=buffer,
             return_lse=True,
             return_lse_base_on_e=spec.lse_base == "e",
             **scales,
         )
+        if target is not out:
+            out.copy_(target)
 
 
-class FlashInferFa2(FlashInferBackend):
+class FlashInferFa2(_FlashAttention):
     """The mma.sync kernel."""
 
     name = "flashinfer_fa2"
     kernel = "fa2"
 
 
-class FlashInferFa3(FlashInferBackend):
+class FlashInferFa3(_FlashAttention):
     """The Hopper kernel."""
 
     name = "flashinfer_fa3"

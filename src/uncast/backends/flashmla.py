@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from uncast.attention.backend import Backend, Capability
+from uncast.attention import Refused
+from uncast.attention.backend import Capability
 from uncast.attention.problem import Problem, ProblemSpec
-from uncast.backends._pages import block_table
+from uncast.backends._pages import block_table, common_q_len
+from uncast.backends._write import FusedWriter
 from uncast.latent.codec import Scale
 from uncast.numerics.e4m3 import E4M3_MAX
 
 
-class FlashMLABackend(Backend):
+class FlashMLABackend(FusedWriter):
     """Adapter of `flash_mla_with_kvcache(use_legacy=True)` for a BF16 cache."""
 
     name = "flashmla"
@@ -53,10 +55,15 @@ class FlashMLABackend(Backend):
         return None
 
     def plan(self, problem: Problem) -> None:
-        lengths = set((problem.qo_indptr[1:] - problem.qo_indptr[:-1]).tolist())
-        if len(lengths) > 1:
-            raise ValueError(f"{self.name} needs the same q_len for every request, not {sorted(lengths)}")
-        self._problem, self._q_len = problem, max(lengths, default=1)
+        q_len = common_q_len(problem)
+        if q_len is None:
+            raise Refused(
+                f"{self.name} needs the same number of queries in every request of a batch: plan requests of one q_len "
+                "together, or use native"
+            )
+        self._problem, self._q_len = problem, q_len
+        if problem.total_q == 0:
+            return
         self._table = block_table(problem)
         self._schedule = self._make_schedule(problem)
 
@@ -79,6 +86,8 @@ class FlashMLABackend(Backend):
         lse: torch.Tensor | None,
         indices: torch.Tensor | None = None,
     ) -> None:
+        if self._problem.total_q == 0:
+            return
         result, row_lse = self._call(self._query(q_nope, q_pe), cache.view(torch.bfloat16), is_fp8=False)
         self._store(result, row_lse, out, lse)
 
@@ -91,7 +100,7 @@ class FlashMLABackend(Backend):
 
     def _store(self, result: torch.Tensor, row_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         dead = (self._problem.kv_len_arr == 0)[:, None, None, None]
-        out.view(result.shape).copy_(result.masked_fill(dead, 0.0))
+        out.copy_(result.masked_fill(dead, 0.0).view(out.shape))
         if lse is not None:
             base = 1.0 if self._problem.spec.lse_base == "e" else 1.0 / math.log(2.0)
             rows = row_lse.transpose(1, 2).reshape(lse.shape) * base
@@ -126,9 +135,10 @@ class FlashMLALossyQ(FlashMLABackend):
         lse: torch.Tensor | None,
         indices: torch.Tensor | None = None,
     ) -> None:
-        ratio = _scale(kpe_scale, out) / _scale(
-            ckv_scale, out
-        )  # one descale for the whole row: the rest goes into q_pe
+        if self._problem.total_q == 0:
+            return
+        # One descale for the whole row: what differs goes into q_pe.
+        ratio = _scale(kpe_scale, out) / _scale(ckv_scale, out)
         query = self._query(q_nope, (q_pe * ratio).to(q_pe.dtype)).float()
         descale = query.abs().amax().clamp_min(1e-12) / E4M3_MAX
         codes = (query / descale).to(torch.float8_e4m3fn)

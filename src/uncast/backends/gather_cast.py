@@ -17,8 +17,9 @@ from uncast.backends._pages import tight_csr
 from uncast.backends._recast import RecastBackend, bf16_row_bytes, cast_rows, inner_spec, recast_capability
 from uncast.latent.codec import Scale
 
-SHRINK = 4
-"""A scratch this many times larger than needed is given back."""
+SPARE, SHRINK = 8, 4
+"""A scratch has room for an eighth more pages than needed, so that a growing batch keeps it for a while; one that is this many
+times larger than needed is given back."""
 
 
 class GatherCastBackend(RecastBackend):
@@ -48,7 +49,7 @@ class GatherCastBackend(RecastBackend):
         size = pages * shape[0] * shape[1]
         held = 0 if self._scratch is None else self._scratch.numel()
         if self._scratch is None or self._scratch.device != device or not size <= held <= SHRINK * size:
-            self._scratch = torch.empty(size, dtype=torch.uint8, device=device)
+            self._scratch = torch.empty(size + size // SPARE, dtype=torch.uint8, device=device)
         return self._scratch[:size].view(pages, *shape)
 
     def run(

@@ -139,7 +139,7 @@ def _print(console: Console, report: Report, device: str, later: list[dict[str, 
 def _filters(args: argparse.Namespace) -> Filters:
     for name in args.backend or ():
         if name not in registry.names():
-            raise UsageError(f"unknown attention backend {name!r}: use one of {', '.join(registry.names())}")
+            raise UsageError(f"unknown attention backend {name!r}: use one of {registry.choices()}")
     return Filters(
         backends=_tuple(args.backend), layouts=_tuple(args.layout), heads=_tuple(args.heads),
         page_sizes=_tuple(args.page_size), dtypes=_tuple(args.dtype), modes=_tuple(args.mode), quick=args.quick,
