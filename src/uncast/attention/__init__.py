@@ -3,7 +3,8 @@
 from uncast.attention.backend import Backend, Capability
 from uncast.attention.plan import AttentionPlan
 from uncast.attention.problem import Problem, ProblemError, ProblemSpec
-from uncast.attention.wrapper import ClaimedCapabilityWarning, MLAPagedAttention, Refused
+from uncast.attention.select import Refused
+from uncast.attention.wrapper import ClaimedCapabilityWarning, MLAPagedAttention
 
 __all__ = [
     "AttentionPlan",

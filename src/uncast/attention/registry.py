@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import inspect
 from typing import Any
 
 from uncast.attention.backend import Backend
@@ -25,8 +27,13 @@ _WRAPPERS: dict[str, str] = {
     "gather_cast": "uncast.backends.gather_cast:GatherCastBackend",
     "pool_cast": "uncast.backends.pool_cast:PoolCastBackend",
 }
-AUTO_ORDER = {"cuda": ("native",), "cpu": ("torch_cpu",)}
-"""What `auto` tries on each device, fastest first."""
+AUTO_ORDER = {
+    "cuda": ("flashinfer_trtllm_gen", "native", "flashinfer_fa3", "flashinfer_fa2", "flashmla"),
+    "cpu": ("torch_cpu",),
+}
+"""What `auto` may take on each device, fastest first as far as is known before a probe. None of them casts the cache or rounds
+queries. `flashinfer_trtllm_gen` claims sm_10x only, where it is tuned for the chip and `native` is portable code; on Hopper
+`native` is ahead of the peers in most shapes of `benchmarks/results/attention-h200.csv`."""
 
 
 class UnknownBackend(ValueError):
@@ -68,6 +75,29 @@ def backend_class(name: str) -> type[Backend]:
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise UnknownBackend(f"{name!r} is registered as {_BACKENDS[name]}, which is not a class of attention Backend")
     return found
+
+
+def asked_of(name: str) -> Backend | type[Backend]:
+    """What `capability` can be asked of: the class where that is a class method, so that no library is imported; else an
+    instance.
+
+    Raises:
+        UnknownBackend: as `create`.
+    """
+    if name in _BACKENDS:
+        made = backend_class(name)
+        if inspect.ismethod(made.capability):
+            return made
+    return create(name)
+
+
+def is_installed(name: str) -> bool:
+    """Whether the package that the backend `name` requires is installed; nothing is imported."""
+    try:
+        package = backend_class(name).requires
+        return not package or bool(importlib.metadata.version(package))
+    except (UnknownBackend, importlib.metadata.PackageNotFoundError):
+        return False
 
 
 def create(name: str) -> Backend:

@@ -34,12 +34,15 @@ from uncast.version import __version__
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin", "sgl-flash-mla")
 DECODE, EXTEND = "decode", "extend"
+SM_SCALE = 192**-0.5
+"""Of probes: DeepSeek's, with 128 un-absorbed and 64 rope channels. A kernel of `flashinfer_cutlass` has it built in."""
 Variant = tuple[bool, str, bool]
 """(causal, lse_base, batch_invariant): what one row of the probe covers several of."""
 VARIANTS: tuple[Variant, ...] = tuple(itertools.product((True, False), ("2", "e"), (False, True)))
 _SOURCES = ("attention", "backends", "kernels", "latent", "numerics", "verify")
 
 _verified: set[tuple[str, ProblemSpec]] = set()
+_times: dict[tuple[str, ProblemSpec], float] = {}
 _loaded: set[str] = set()
 _lock = threading.Lock()
 
@@ -64,20 +67,32 @@ def is_verified(backend: str, spec: ProblemSpec) -> bool:
     return (backend, combination(spec)) in _verified
 
 
+def time_of(backend: str, spec: ProblemSpec) -> float | None:
+    """Microseconds of one `run` that a probe of these versions measured for `spec`'s combination; None if it did not."""
+    if spec.device not in _loaded:
+        _load(spec.device)
+    return _times.get((backend, combination(spec)))
+
+
 def learn(rows: Iterable[dict[str, Any]]) -> None:
-    """Takes a probe's rows into the memory of this process: verified ones in, others out."""
+    """Takes a probe's rows into the memory of this process: verified ones in, with their times, others out."""
     for row in rows:
+        keys = [(row["backend"], combination(row_spec(row, variant))) for variant in row["variants"]]
+        time = row.get("run_us")
+        if isinstance(time, int | float):
+            _times.update(dict.fromkeys(keys, float(time)))
         if row["status"] != "verified":
             if row["device"] not in _loaded:
                 _load(row["device"])  # before, so that the file does not bring it back
             _verified.difference_update((row["backend"], combination(row_spec(row, variant))) for variant in VARIANTS)
-        _verified.update((row["backend"], combination(row_spec(row, variant))) for variant in row["variants"])
+        _verified.update(keys)
 
 
 def forget() -> None:
     """Empties the memory of this process; the file is read again on the next question."""
     with _lock:
         _verified.clear()
+        _times.clear()
         _loaded.clear()
 
 
@@ -96,6 +111,7 @@ def row_spec(row: dict[str, Any], variant: Iterable[Any]) -> ProblemSpec:
         num_heads=row["num_heads"], head_dim_ckv=row["head_dim_ckv"], head_dim_kpe=row["head_dim_kpe"],
         page_size=row["page_size"], kv_layout=row["kv_layout"], q_data_type=getattr(torch, row["q_data_type"]),
         causal=causal, max_q_len=8 if row["mode"] == EXTEND else 1, device=row["device"], arch=row["arch"],
+        sm_scale=SM_SCALE,
         lse_base=lse_base, batch_invariant=batch_invariant,
     )  # fmt: skip
 

@@ -14,19 +14,15 @@ from dataclasses import replace
 
 import torch
 
-from uncast.attention import registry
 from uncast.attention.backend import Backend
 from uncast.attention.contents import check_contents, check_indices, check_slots
 from uncast.attention.metadata import normalise
 from uncast.attention.operands import check_run, check_write
 from uncast.attention.plan import AttentionPlan
-from uncast.attention.problem import ProblemError, ProblemSpec
+from uncast.attention.problem import Problem, ProblemError, ProblemSpec
+from uncast.attention.select import Refused, Selector
 from uncast.attention.verified import combination, is_verified
 from uncast.latent.codec import Scale, check_scale
-
-
-class Refused(ValueError):
-    """No backend (or not the one asked for) can run the problem; the message is one sentence with the alternatives."""
 
 
 class ClaimedCapabilityWarning(UserWarning):
@@ -43,18 +39,19 @@ class MLAPagedAttention:
     one stream), but a thread that plans has an object of its own: `run` refuses where another thread has planned since.
 
     Args:
-        backend: "auto" (the first that can, verified before claimed) or a registered name.
+        backend: "auto" (the fastest verified, else the first that claims it; see `uncast.attention.select`) or a registered
+            name.
         strict: refuse a combination that is only claimed; `uncast probe` verifies, see `uncast.attention.verified`.
+        cuda_graph: `run` will be captured: refuse, and as "auto" pass over, backends that cannot be.
     """
 
-    def __init__(self, backend: str = "auto", *, strict: bool = False) -> None:
+    def __init__(self, backend: str = "auto", *, strict: bool = False, cuda_graph: bool = False) -> None:
         self.requested, self.strict = backend, strict
+        self._selector = Selector(backend, cuda_graph)
         self._impl: Backend | None = None
         self._plan: AttentionPlan | None = None
         self._lock = threading.RLock()
         self._own = threading.local()
-        if backend != "auto":
-            self._impl = registry.create(backend)
 
     @property
     def last_plan(self) -> AttentionPlan | None:
@@ -132,10 +129,7 @@ class MLAPagedAttention:
             check_contents(problem)
         counted = replace(problem, qo_indptr=problem.qo_indptr.clone(), kv_len_arr=problem.kv_len_arr.clone())
         with self._lock:
-            impl = self._select(problem.spec)
-            status = self._status(impl, problem.spec)
-            self._plan = None  # a backend that fails half-way holds neither plan
-            impl.plan(problem)
+            impl, status = self._prepare(problem)
             self._impl = impl
             self._plan = self._own.plan = AttentionPlan(impl.name, status, problem, validate, impl, counted)
             return self._plan
@@ -146,7 +140,7 @@ class MLAPagedAttention:
         Raises:
             Refused: as `plan`.
         """
-        return self._select(spec).name
+        return next(self._selector.able(spec)).name
 
     def run(
         self,
@@ -224,30 +218,22 @@ class MLAPagedAttention:
             )
         return self._plan, self._impl
 
-    def _select(self, spec: ProblemSpec) -> Backend:
-        if self.requested != "auto":
-            impl = self._impl if self._impl is not None else registry.create(self.requested)
-            capability = impl.capability(spec)
-            if not capability.ok:
-                raise Refused(f"{impl.name} cannot run this: {capability.reason}{_alternatives(spec, impl.name)}")
-            return impl
-        reasons: list[str] = []
-        able: list[Backend] = []
-        for name in registry.AUTO_ORDER[spec.device]:
+    def _prepare(self, problem: Problem) -> tuple[Backend, str]:
+        """The backend, planned, and its status. `auto` passes over one that takes its claim back for this batch's lengths."""
+        taken_back: Refused | None = None
+        for impl in self._selector.able(problem.spec):
+            status = self._status(impl, problem.spec)
+            self._plan = None  # a backend that fails half-way holds neither plan
             try:
-                impl = self._impl if self._impl is not None and self._impl.name == name else registry.create(name)
-            except registry.UnknownBackend as error:
-                reasons.append(str(error))
+                impl.plan(problem)
+            except Refused as refusal:
+                if self.requested != "auto":
+                    raise
+                taken_back = refusal
                 continue
-            capability = impl.capability(spec)
-            if capability.ok:
-                able.append(impl)
-            else:
-                reasons.append(f"{name}: {capability.reason}")
-        if not able:
-            raise Refused(f"no backend can run this on {spec.device} ({'; '.join(reasons)})")
-        able.sort(key=lambda impl: not is_verified(impl.name, spec))
-        return able[0]
+            return impl, status
+        assert taken_back is not None  # able() gives a backend or raises
+        raise taken_back
 
     def _status(self, impl: Backend, spec: ProblemSpec) -> str:
         if is_verified(impl.name, spec):
@@ -261,17 +247,5 @@ class MLAPagedAttention:
         key = (impl.name, combination(spec))
         if key not in _warned:
             _warned.add(key)
-            warnings.warn(f"{what} is claimed but not verified on this machine", ClaimedCapabilityWarning, stacklevel=3)
+            warnings.warn(f"{what} is claimed but not verified on this machine", ClaimedCapabilityWarning, stacklevel=4)
         return "claimed"
-
-
-def _alternatives(spec: ProblemSpec, asked: str) -> str:
-    try:
-        others = [
-            name
-            for name in registry.AUTO_ORDER[spec.device]
-            if name != asked and registry.create(name).capability(spec).ok
-        ]
-    except registry.UnknownBackend:
-        others = []
-    return f"; use {' or '.join(others)}" if others else "; no other backend here can either"

@@ -107,28 +107,20 @@ class DenseTableBackend(FlashInferBackend):
             raise ProblemError(f"{self.name} gives no LSE: plan with return_lse=True, which finds a backend that does")
         if self._problem.total_q == 0:
             return
-        target, options = contiguous_or_new(out), {}
-        if self.gives_lse:
-            fits = lse is not None and lse.is_contiguous()
-            buffer = lse if fits else torch.empty(q_nope.shape[:2], dtype=torch.float32, device=out.device)
-            options = {"lse": buffer, "return_lse": True}
+        target = contiguous_or_new(out)
+        base2 = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=out.device) if self.gives_lse else None
         self._wrapper.run(
-            query=torch.cat([q_nope, q_pe], dim=-1), kv_cache=cache.view(torch.bfloat16), out=target, **options
-        )
+            query=torch.cat([q_nope, q_pe], dim=-1), kv_cache=cache.view(torch.bfloat16), out=target, lse=base2,
+            return_lse=base2 is not None,
+        )  # fmt: skip
         if self._empty is not None:
             target.masked_fill_(self._empty[:, None, None], 0.0)
         if target is not out:
             out.copy_(target)
-        if lse is not None:
-            self._finish_lse(options["lse"], lse)
-
-    def _finish_lse(self, base2: torch.Tensor, lse: torch.Tensor) -> None:
-        if self._problem.spec.lse_base == "e":
-            base2.mul_(math.log(2.0))
-        if self._empty is not None:
-            base2.masked_fill_(self._empty[:, None], -math.inf)
-        if base2 is not lse:
-            lse.copy_(base2)
+        if lse is not None and base2 is not None:
+            lse.copy_(base2 if self._problem.spec.lse_base == "2" else base2 * math.log(2.0))
+            if self._empty is not None:
+                lse.masked_fill_(self._empty[:, None], -math.inf)
 
 
 class FlashInferTrtllmGen(DenseTableBackend):

@@ -95,4 +95,4 @@ class GatherCastBackend(RecastBackend):
 
 def _live_rows(problem: Problem) -> int:
     """Rows of live pages, the unused ends of last pages included; of a page that requests share once."""
-    return tight_csr(problem)[1].unique().shape[0] * problem.spec.page_size
+    return len(set(tight_csr(problem)[1].tolist())) * problem.spec.page_size
