@@ -1,0 +1,95 @@
+"""The lightning indexer of sparse attention on a CPU: scores of stored keys, and the tokens that each query attends to.
+
+Keys are read block by block as they are stored. Scratch: the per-head scores of one block for at most `QUERY_ROWS` query rows
+(heads x queries), and the scores of those queries over the whole context.
+
+Definition and ties: `uncast.attention.indexer_oracle`. A query's choice depends on the other queries of its request only
+through the rounding of a matrix product, and on no other request.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from uncast.attention.contents import visible_rows
+from uncast.attention.problem import Problem, ProblemError
+from uncast.latent.index_keys import IndexLayout, load_keys
+
+BLOCK_KEYS = 512
+QUERY_ROWS = 2048
+
+
+def select_tokens(
+    q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, problem: Problem, layout: IndexLayout
+) -> torch.Tensor:
+    """The `indices` of one layer's `MLAPagedAttention.run`.
+
+    Args:
+        q: [total_q, heads, head_dim], any float dtype, rope applied.
+        weights: float32 [total_q, heads], scales included.
+        cache: uint8 [num_pages, page_size, row_bytes]; the keys of this call's tokens are in it.
+        problem: of a plan with `topk`.
+
+    Returns:
+        int32 [total_q, topk]: tokens in order of position, then -1.
+
+    Raises:
+        ProblemError: not on a CPU, or a dense plan.
+    """
+    spec = problem.spec
+    if q.device.type != "cpu":
+        raise ProblemError(f"the lightning indexer runs on cpu, not on {q.device.type}")
+    if spec.topk == 0:
+        raise ProblemError("the plan is for dense attention, which selects no tokens: pass topk to plan()")
+    starts, tables, lengths = problem.qo_indptr.tolist(), problem.kv_indptr.tolist(), problem.kv_len_arr.tolist()
+    visible = visible_rows(starts, lengths, spec.causal)
+    indices = torch.full((problem.total_q, spec.topk), -1, dtype=torch.int32)
+    step = max(1, QUERY_ROWS // q.shape[1])
+    for request, kv_len in enumerate(lengths):
+        pages = problem.kv_indices[tables[request] : tables[request] + -(-kv_len // spec.page_size)]
+        for begin in range(starts[request], starts[request + 1], step):
+            rows = slice(begin, min(begin + step, starts[request + 1]))
+            seen = visible[rows]
+            most = int(seen.max())
+            if most <= spec.topk:
+                places = torch.arange(most, dtype=torch.int32).expand(seen.shape[0], -1)
+                indices[rows, :most] = places.masked_fill(places >= seen[:, None], -1)
+                continue
+            scores = _scores(q[rows], weights[rows], cache, pages, most, layout)
+            scores.masked_fill_(torch.arange(most) >= seen[:, None], -math.inf)
+            indices[rows] = choose(scores, seen, spec.topk)
+    return indices
+
+
+def choose(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
+    """int32 [n, topk] of scores float32 [n, tokens], tokens >= topk, whose tokens from `visible` int64 [n] on are -inf.
+
+    A NaN counts as the largest score, so that it is not hidden. Overwrites `scores`.
+    """
+    scores.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    least = scores.topk(topk, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = scores > least, scores == least
+    room = topk - above.sum(-1, keepdim=True)
+    taken = above | (equal & (equal.cumsum(-1) <= room))
+    tokens = taken.nonzero()[:, 1].view(-1, topk)
+    return tokens.masked_fill_(tokens >= visible[:, None], -1).to(torch.int32)
+
+
+def _scores(
+    q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, pages: torch.Tensor, count: int, layout: IndexLayout
+) -> torch.Tensor:
+    """float32 [n, count] over the first `count` keys of `pages`."""
+    queries, heads, width = q.shape
+    flat, page_size = q.reshape(queries * heads, width).float(), cache.shape[1]
+    per_head = weights.float()[:, None]
+    scores = torch.empty(queries, count)
+    pages_per_block = max(1, BLOCK_KEYS // page_size)
+    for start in range(0, count, pages_per_block * page_size):
+        end = min(start + pages_per_block * page_size, count)
+        first = start // page_size
+        keys = load_keys(cache, pages[first : first + -(-(end - start) // page_size)], end - start, layout)
+        dots = (flat @ keys.T).relu_().view(queries, heads, -1)
+        torch.bmm(per_head, dots, out=scores[:, None, start:end])
+    return scores
