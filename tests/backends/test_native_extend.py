@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from tests.backends.extend_cases import check, make_case
 from uncast.attention.problem import ProblemError
 from uncast.backends import flash_libraries as libraries
-from uncast.backends.native_extend import SCRATCH_BYTES, plan_tiling, unabsorbed_extend, unabsorbed_refusal
+from uncast.backends.native_extend import SCRATCH_BYTES, Tiling, plan_tiling, unabsorbed_extend, unabsorbed_refusal
 from uncast.latent.layouts import row_layout
 
 LAYOUTS = ["fp8_e4m3", "fp8_ds_mla", "bf16"]
@@ -101,14 +101,15 @@ def test_scratch_does_not_grow_with_the_prefix() -> None:
 
 
 def test_a_long_prefix_is_one_block_of_few_heads() -> None:
-    """GLM on 132 multiprocessors: 8 heads of 4,096 queries fill them, and 32,768 rows of 8 heads are 256 MiB."""
+    """GLM on 132 multiprocessors: 4 heads of 4,096 queries fill them, and 32,768 rows of 8 heads are 256 MiB."""
     tiling = plan_tiling(4096, 36864, 64, 256, library="cudnn", num_sms=132)
     assert tiling.heads == 8
     assert tiling.causal_heads == 64
     assert tiling.blocks == ((0, 32768),)
+    assert plan_tiling(4096, 36864, 64, 256, library="flashinfer", num_sms=132) == Tiling(4, 4, 36864, ())
 
 
-@pytest.mark.parametrize("library", ["cudnn", "flash"])
+@pytest.mark.parametrize("library", libraries.LIBRARIES)
 @pytest.mark.parametrize("heads", [1, 20, 64, 128])
 @pytest.mark.parametrize(
     ("q_len", "kv_len"), [(1, 1), (300, 301), (4096, 1_000_000), (256, 100_001), (16384, 20000), (7, 9)]
@@ -116,13 +117,15 @@ def test_a_long_prefix_is_one_block_of_few_heads() -> None:
 def test_blocks_cover_all_rows_within_the_scratch(library: str, heads: int, q_len: int, kv_len: int) -> None:
     tiling = plan_tiling(q_len, kv_len, heads, 256, library=library, num_sms=132)
     assert heads % tiling.causal_heads == 0 and tiling.causal_heads % tiling.heads == 0
-    assert tiling.causal_heads * q_len * 1024 <= SCRATCH_BYTES
+    assert q_len <= tiling.causal_rows <= kv_len
+    assert tiling.causal_rows == q_len or libraries.is_bottom_right(library)
+    assert tiling.causal_heads * tiling.causal_rows * 1024 <= SCRATCH_BYTES
     position = 0
     for start, rows in tiling.blocks:
         assert start == position and rows > 0
         assert rows * tiling.heads * 1024 <= SCRATCH_BYTES
         position += rows
-    assert position == kv_len - q_len
+    assert position == kv_len - tiling.causal_rows
 
 
 def test_cudnn_gets_shapes_that_recur_and_flash_the_tails() -> None:

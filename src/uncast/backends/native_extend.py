@@ -10,7 +10,8 @@
 
 Blocks: `SCRATCH_BYTES` bounds keys and values of one block. A group takes as few heads as fill the GPU, so that a block takes
 as many rows as it can. The causal block has the last q_len rows, or with a library whose mask is from the bottom right as many
-rows as fit: a 32k prefix is then part of it, 4 heads at a time with GLM's widths and 256 MiB, and nothing is merged. Besides, a call holds packed queries, the fp16 form of W_UK and W_UV, and the states of the causal block.
+rows as fit: a 32k prefix is then part of it, 4 heads at a time with GLM's widths and 256 MiB, and nothing is merged. Besides, a
+call holds packed queries, the fp16 form of W_UK and W_UV, and the states of the causal block.
 
 On an H200 (4,096 queries on 32,768 rows, 64 heads, GLM's widths, `fp8_e4m3`) cuDNN runs prefix blocks at 687 TFLOP/s and
 torch's FlashAttention-2 at 323; a causal block of 8 heads at 288, of 64 heads at 571.
@@ -92,7 +93,8 @@ def plan_tiling(
     row_bytes, prefix = 2 * 2 * width, kv_len - q_len
     max_rows = scratch_bytes // row_bytes
     if group is None:
-        group = _choose_group(q_len, max(prefix, q_len), heads, num_sms, max_rows)
+        longest = kv_len if libraries.is_bottom_right(library) else max(prefix, q_len)
+        group = _choose_group(q_len, longest, heads, num_sms, max_rows)
     elif not 1 <= group <= heads or heads % group:
         raise ProblemError(f"a group of {group} heads does not divide {heads} heads")
     granule = libraries.CUDNN_GRANULE
