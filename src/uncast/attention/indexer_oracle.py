@@ -24,7 +24,7 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> 
 def select_oracle(
     problem: Problem, q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, layout: IndexLayout
 ) -> torch.Tensor:
-    """int32 [total_q, topk]: tokens in order of position, then -1; shapes as `select_tokens` of `backends.lightning_indexer`."""
+    """int32 [total_q, topk]: tokens in order of position, then -1; shapes as `backends.lightning_indexer.select_tokens`."""
     spec, starts = problem.spec, problem.qo_indptr.tolist()
     visible = visible_rows(starts, problem.kv_len_arr.tolist(), spec.causal).tolist()
     indices = torch.full((problem.total_q, spec.topk), -1, dtype=torch.int32, device=q.device)

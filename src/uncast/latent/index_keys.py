@@ -120,12 +120,10 @@ def pages_view(cache: torch.Tensor, layout: IndexLayout) -> tuple[torch.Tensor, 
     [num_pages, page_size, num_tiles]."""
     num_pages, page_size = cache.shape[:2]
     pages, split = cache.view(num_pages, page_size * layout.row_bytes), layout.scale_offset(page_size)
-    return (
-        pages[:, :split].unflatten(1, (page_size, layout.key_bytes)),
-        pages[:, split:].view(torch.float32).unflatten(1, (page_size, layout.num_tiles))
-        if layout.num_tiles
-        else pages.new_empty((num_pages, page_size, 0), dtype=torch.float32),
-    )
+    codes = pages[:, :split].view(num_pages, page_size, layout.key_bytes)
+    if not layout.num_tiles:
+        return codes, torch.empty((num_pages, page_size, 0), device=cache.device)
+    return codes, pages[:, split:].view(torch.float32).view(num_pages, page_size, layout.num_tiles)
 
 
 def load_keys(
