@@ -11,6 +11,7 @@ from uncast.engine.request import Request, RequestOutput, TokenLogprob
 from uncast.engine.runner import Sequence
 from uncast.engine.sampler import Penalties, sample
 from uncast.engine.stop import StopMatcher
+from uncast.engine.swap import HostPages
 from uncast.engine.tokenizer import Tokenizer
 
 
@@ -38,7 +39,7 @@ class ActiveRequest:
         self.sequence = Sequence(list(request.prompt))
         self.node: PrefixNode | None = None
         self.shared = 0
-        self.host: torch.Tensor | None = None
+        self.host: HostPages | None = None
         self.cached_tokens = 0
         self.generated = 0
         self.generator = request.params.generator()

@@ -117,8 +117,8 @@ class PrefixCache:
         return self.pool.refcount(node.page) == 1
 
     def _same_bytes(self, first: int, second: int) -> bool:
-        layers = range(self.pool.num_layers)
-        return all(torch.equal(self.pool.layer(i)[first], self.pool.layer(i)[second]) for i in layers)
+        layers = (layer for storage in self.pool.storages for layer in storage)
+        return all(torch.equal(layer[first], layer[second]) for layer in layers)
 
     def _remove(self, leaf: PrefixNode) -> None:
         parent = leaf.parent

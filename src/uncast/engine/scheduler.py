@@ -159,7 +159,7 @@ class Scheduler:
             if wanted + spare > self.pool.num_pages - self.pages_in_use():
                 return
             sequence.pages = self._allocate(wanted)
-            copy_in(self.pool, active.host, sequence.pages[: active.host.shape[1]])
+            copy_in(self.pool, active.host, sequence.pages[: active.host.num_pages])
             self.swap_bytes += active.host.nbytes
             active.host = None
             self.swapped.pop(0)

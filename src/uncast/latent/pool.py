@@ -1,5 +1,8 @@
 """A paged pool of latent rows, shared by all layers: one page number means the same rows in every layer.
 
+A model with sparse attention has a second cache beside the rows, the indexer's keys of its full layers. It shares the page
+numbers: page 7 holds the latent rows and the index keys of the same tokens, and is owned, shared and moved as one.
+
 A page is free (on the free list, refcount 0) or held (refcount >= 1); requests that share a prefix share its pages.
 """
 
@@ -10,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from uncast.latent.index_keys import IndexLayout
 from uncast.latent.layouts import RowLayout
 
 MAX_PAGE_SIZE = 128
@@ -38,6 +42,8 @@ class PagedPool:
 
     Attributes:
         storage: uint8 [num_layers, num_pages, page_size, row_bytes].
+        index_layout: of the index keys; None without an index cache.
+        index_storage: uint8 [num_index_layers, num_pages, page_size, index row_bytes]; None without.
     """
 
     def __init__(
@@ -48,21 +54,39 @@ class PagedPool:
         num_pages: int,
         page_size: int = 64,
         device: torch.device | str = "cpu",
+        index_layout: IndexLayout | None = None,
+        num_index_layers: int = 0,
     ) -> None:
-        """Raises `ValueError` on sizes that are not positive or a page_size that is not a power of two 1..128."""
+        """Raises `ValueError` on sizes that are not positive, a page_size that is not a power of two 1..128, or an index layout
+        without layers or the reverse."""
         check_page_size(page_size)
         if num_layers < 1 or num_pages < 1:
             raise ValueError(f"a pool needs at least 1 layer and 1 page, not {num_layers} and {num_pages}")
+        if num_index_layers < 0 or (index_layout is None) != (num_index_layers == 0):
+            raise ValueError(
+                f"an index cache of {num_index_layers} layers and layout {index_layout} go together or not at all"
+            )
         self.layout, self.page_size, self.num_pages = layout, page_size, num_pages
+        self.index_layout = index_layout
         self.storage = torch.zeros(
             (num_layers, num_pages, page_size, layout.row_bytes), dtype=torch.uint8, device=device
         )
+        self.index_storage: torch.Tensor | None = None
+        if index_layout is not None:
+            self.index_storage = torch.zeros(
+                (num_index_layers, num_pages, page_size, index_layout.row_bytes), dtype=torch.uint8, device=device
+            )
         self._refcount = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
     def num_layers(self) -> int:
         return self.storage.shape[0]
+
+    @property
+    def storages(self) -> tuple[torch.Tensor, ...]:
+        """Everything that a page's bytes are in: uint8 [layers, num_pages, page_size, row_bytes] each."""
+        return (self.storage,) if self.index_storage is None else (self.storage, self.index_storage)
 
     @property
     def num_free(self) -> int:

@@ -226,7 +226,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _watchable(watch: Any) -> list[torch.Tensor]:
     """The tensors to watch; raises `TypeError`."""
     items = [watch] if isinstance(watch, PagedPool | torch.Tensor) or not isinstance(watch, Iterable) else list(watch)
-    tensors = [item.storage if isinstance(item, PagedPool) else item for item in items]
+    tensors = [tensor for item in items for tensor in (item.storages if isinstance(item, PagedPool) else (item,))]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"watch holds a {type(tensor).__name__}: PagedPool and torch.Tensor are watched")
