@@ -125,7 +125,7 @@ class WriteCounters:
     def step(self) -> None:
         """Call once a forward pass, outside of graph capture."""
         self._steps += 1
-        if self._event is not None and self._event.query():
+        if self._event is not None and self._event.query():  # type: ignore[no-untyped-call]
             self._event = None
             self._report()
         if self._steps % self.every == 0 and self._event is None:
@@ -133,7 +133,7 @@ class WriteCounters:
             if self.device.type != "cuda":
                 self._report()
                 return
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def _report(self) -> None:
