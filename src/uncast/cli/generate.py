@@ -18,7 +18,10 @@ from uncast.attention.registry import UnknownBackend
 from uncast.checkpoints.bundled import BUNDLED, model_folder
 from uncast.checkpoints.files import CheckpointError
 from uncast.checkpoints.generation import read_generation_config
+from uncast.checkpoints.kv_scales import apply_kv_scales
 from uncast.checkpoints.load import load_config, load_model
+from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
+from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
 from uncast.cli.summary import print_summary, summary
 from uncast.engine.generate import Generation, stream
@@ -58,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("auto", *LAYOUT_NAMES),
         help="layout of the latent cache (default: auto)",
     )
+    parser.add_argument("--kv-scales", type=Path, metavar="FILE", help=KV_SCALES_HELP)
     parser.add_argument(
         "--attention-backend", default="auto", help="auto, torch_cpu, gather_cast:torch_cpu, pool_cast:torch_cpu, ..."
     )
@@ -103,7 +107,10 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"kv_pool_tokens is {pool_tokens}: at least 1 is needed")
     if args.page_size < 1:
         raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
+    scales = scales_of(args.kv_scales, args.kv_cache_dtype, config)
     model = load_with_bar(folder, config.num_layers, quiet=args.json)
+    if scales is not None:
+        apply_kv_scales(model, scales)
     runner = ModelRunner(
         model,
         kv_layout=args.kv_cache_dtype,

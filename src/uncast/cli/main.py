@@ -15,6 +15,7 @@ COMMANDS = {
     "doctor": ("uncast.cli.doctor", "name the wasted bytes in a profiler trace of any server"),
     "inspect": ("uncast.cli.inspect", "say what a checkpoint is, what fits beside it and what a decode step must read"),
     "probe": ("uncast.cli.probe", "run what attention backends claim on this machine, and keep what is verified"),
+    "kv-error": ("uncast.cli.kv_error", "measure what each cache layout costs on your own prompts, layer by layer"),
     "bench": ("uncast.cli.bench", "measure attention and decoding"),
 }
 TORCH_HINT = "this command needs torch: pip install 'uncast[torch]'"

@@ -17,8 +17,11 @@ from uncast.attention.registry import UnknownBackend, create
 from uncast.checkpoints.bundled import BUNDLED, model_folder
 from uncast.checkpoints.files import CheckpointError
 from uncast.checkpoints.generation import read_generation_config
+from uncast.checkpoints.kv_scales import apply_kv_scales
 from uncast.checkpoints.load import load_config
 from uncast.cli.generate import load_with_bar
+from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
+from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
 from uncast.engine.async_engine import AsyncEngine
 from uncast.engine.core import Engine, EngineConfig
@@ -57,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("auto", *LAYOUT_NAMES),
         help="layout of the latent cache (default: auto)",
     )
+    add("--kv-scales", type=Path, metavar="FILE", help=KV_SCALES_HELP)
     add("--attention-backend", default="auto", help="auto, torch_cpu, gather_cast:torch_cpu, pool_cast:torch_cpu, ...")
     add("--deterministic", action="store_true", help="a seeded request's text is the same in every batch, bit for bit")
     add("--page-size", type=int, default=64, help="cache rows per page, a power of two 1..128 (default: 64)")
@@ -105,6 +109,7 @@ def _run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 2**16:
         raise ValueError(f"port is {args.port}: allowed are 0 to {2**16 - 1}")
     _check_cache_options(args, config)
+    scales = scales_of(args.kv_scales, args.kv_cache_dtype, config)
     if args.max_queue < 1:
         raise ValueError(f"max_queue is {args.max_queue}: at least 1 is needed")
     limits = EngineConfig(
@@ -127,6 +132,8 @@ def _run(args: argparse.Namespace) -> int:
 
     def load() -> AsyncEngine:
         model = load_with_bar(folder, config.num_layers)
+        if scales is not None:
+            apply_kv_scales(model, scales)
         runner = ModelRunner(
             model,
             kv_layout=args.kv_cache_dtype,

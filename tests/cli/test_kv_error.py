@@ -1,0 +1,132 @@
+"""`uncast kv-error` and `--kv-scales` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_model import build_model_folder
+from uncast.cli.main import main
+from uncast.engine.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("the latent cache is read as it is stored\nthe latent\nx\n")
+    return path
+
+
+def kv_error(capsys: pytest.CaptureFixture[str], folder: Path, prompts: Path, *options: str) -> dict[str, Any]:
+    assert main(["kv-error", "--model", str(folder), "--prompts", str(prompts), "--json", *options]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_json_scales_and_plot(folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    scales, plot = tmp_path / "scales.json", tmp_path / "error.png"
+    facts = kv_error(capsys, folder, prompts, "--write-scales", str(scales), "--plot", str(plot))
+    assert [layout["name"] for layout in facts["layouts"]] == ["fp8_ds_mla", "fp8_e4m3", "fp8_e4m3 calibrated"]
+    assert [layout["scales"] for layout in facts["layouts"]] == ["none", "1", "calibrated"]
+    assert facts["prompts"] == 2 and facts["reference"] == "bf16" and facts["advice"]
+    layer = facts["layouts"][1]["layers"][1]
+    assert layer["values"] == facts["tokens"] * 576 and layer["attention_error"] > 0 and layer["kl"] >= 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    written = json.loads(scales.read_text())
+    assert written["layers"] == facts["calibrated_scales"] and len(written["layers"]) == 2
+
+    def text(*options: str) -> str:
+        command = ["generate", "the latent", "--model", str(folder), "--max-tokens", "12", "--json"]
+        assert main([*command, "--kv-cache-dtype", "fp8_e4m3", *options]) == 0
+        return str(json.loads(capsys.readouterr().out)["saturated_subnormal_nan"])
+
+    # Small scales move numbers out of the subnormal range: the file reaches the cache writer.
+    assert text("--kv-scales", str(scales)) != text()
+
+
+def test_the_context_cuts_and_layouts_are_chosen(
+    folder: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = kv_error(capsys, folder, prompts, "--context", "3", "--layouts", "fp32", "--no-layer-kl")
+    lengths = [len(Tokenizer(folder).encode(line)) for line in prompts.read_text().splitlines()]
+    assert facts["tokens"] == sum(min(3, length) for length in lengths if length > 1)
+    assert facts["prompts_cut"] == sum(length > 3 for length in lengths) > 0 and facts["calibrated_scales"] is None
+    assert [layout["name"] for layout in facts["layouts"]] == ["fp32"]
+    assert facts["layouts"][0]["layers"][0]["kl"] is None
+
+
+def test_the_tables_name_every_layer(folder: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv-error", "--model", str(folder), "--prompts", str(prompts)]) == 0
+    out = capsys.readouterr().out
+    for words in ("against bf16", "fp8_e4m3 calibrated", "attention error", "kpe_scale", "\n- "):
+        assert words in out
+    assert not any("…" in line for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--prompts", "/nowhere/p.txt"], "cannot read /nowhere/p.txt"),
+        (["--context", "1"], "context is 1: at least 2 is needed"),
+        (["--max-prompts", "0"], "max_prompts is 0: at least 1 is needed"),
+        (["--write-scales", "/nowhere/s.json"], "cannot write '/nowhere/s.json'"),
+        (["--plot", "/nowhere/p.png"], "cannot write '/nowhere/p.png'"),
+        (["--model", "/nowhere"], "/nowhere is not a folder with a model in it"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    folder: Path, prompts: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    assert main(["kv-error", "--model", str(folder), "--prompts", str(prompts), *options]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_prompts_of_one_token_are_not_enough(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("x\n")
+    assert main(["kv-error", "--model", str(folder), "--prompts", str(tmp_path / "p.txt")]) == 2
+    assert "holds no prompt of 2 tokens or more" in capsys.readouterr().err
+
+
+LAYER = {"ckv_scale": 0.5, "kpe_scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "layout", "sentence"),
+    [
+        ({}, "fp8_e4m3", "has no format"),
+        ({"format": "other/1"}, "fp8_e4m3", "has format = 'other/1': only 'uncast-kv-scales/1' is supported"),
+        ({"layers": [LAYER]}, "fp8_e4m3", "of 1 layers: this model is a glm4_moe_lite of 2"),
+        ({"layers": [LAYER, LAYER], "model_type": "deepseek_v3"}, "fp8_e4m3", "has scales for a deepseek_v3"),
+        ({"layers": [LAYER, {"ckv_scale": 0, "kpe_scale": 1}]}, "fp8_e4m3", "layer 1, has ckv_scale = 0: a positive"),
+        ({"layers": [LAYER, {"ckv_scale": 1}]}, "fp8_e4m3", "layer 1, has no kpe_scale"),
+        ({"layers": 7}, "fp8_e4m3", "has no list of layers"),
+        ({"layers": [LAYER, LAYER]}, "auto", "kv_scales are for --kv-cache-dtype fp8_e4m3"),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "x"], ["serve", "--port", "0"]])
+def test_wrong_scale_files_are_one_sentence(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    content: dict[str, Any],
+    layout: str,
+    sentence: str,
+) -> None:
+    path = tmp_path / "s.json"
+    base = {"format": "uncast-kv-scales/1", "model_type": "glm4_moe_lite"} if content else {}
+    path.write_text(json.dumps({**base, **content}))
+    options = ["--model", str(folder), "--kv-scales", str(path), "--kv-cache-dtype", layout]
+    assert main([*command, *options]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1
