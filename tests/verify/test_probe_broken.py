@@ -15,8 +15,9 @@ import pytest
 from tests.verify.broken import FIVE, PATHS
 from uncast.attention import registry
 from uncast.attention.verified import read_rows
+from uncast.verify.probe_crew import MAX_DEATHS, Worker
 from uncast.verify.probe_grid import Filters, ProbeKey
-from uncast.verify.probe_run import MAX_DEATHS, Report, Worker, run_probe
+from uncast.verify.probe_run import Report, run_probe
 from uncast.verify.probe_worker import MAX_REASON, explain, probe_key
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +127,7 @@ def test_a_process_that_cannot_go_on_is_replaced_and_counts_as_a_death(monkeypat
             answer = super().ask(task, payload, seconds)
             return answer if task == "survey" else (answer[0], False)
 
-    monkeypatch.setattr("uncast.verify.probe_run.Worker", Unusable)
+    monkeypatch.setattr("uncast.verify.probe_crew.Worker", Unusable)
     filters = Filters(
         backends=("zeros",), layouts=("bf16",), dtypes=("float32",), heads=(1, 2, 3, 4, 5), page_sizes=(16,)
     )

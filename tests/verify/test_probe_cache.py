@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("UNCAST_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(verified, "_verified", set())
     monkeypatch.setattr(verified, "_loaded", set())
+    monkeypatch.setattr(verified, "_times", {})
     monkeypatch.setattr(wrapper, "_warned", set())
     yield tmp_path
 
@@ -160,9 +162,13 @@ def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Worse(TorchCpuBackend):
-    """Another backend of this machine, for the choice between claimed and verified."""
+    """Another backend of this machine, for the choice between claimed and verified; a slow one."""
 
     name = "worse"
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02)
+        super().run(*args, **kwargs)
 
 
 class Rival(TorchCpuBackend):
@@ -201,6 +207,21 @@ def test_auto_takes_the_first_verified_else_the_first_claimed_with_one_warning()
     ]
     with pytest.raises(Refused, match=r"native cannot run this: .* on cuda, not on cpu; use worse or rival$"):
         chosen(backend="native")
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_auto_takes_the_fastest_of_a_probe_and_the_first_where_a_time_is_missing() -> None:
+    filters = Filters(
+        backends=("worse", "rival", "torch_cpu"), layouts=("fp8_ds_mla",), dtypes=("float32",), heads=(4,),
+        page_sizes=(64,), modes=("decode",),
+    )  # fmt: skip
+    rows = {row["backend"]: row for row in run_probe(filters, device="cpu", arch=0).rows}
+    assert rows["torch_cpu"]["run_us"] is None  # auto has no choice to make with it
+    assert rows["worse"]["run_us"] > 20_000 > rows["rival"]["run_us"] > 0
+    assert MLAPagedAttention().resolve(spec()) == "rival"
+    verified.forget()
+    verified.learn([rows["worse"], rows["rival"] | {"run_us": None}])
+    assert MLAPagedAttention().resolve(spec()) == "worse"
 
 
 @pytest.mark.usefixtures("two_backends")

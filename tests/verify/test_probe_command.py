@@ -90,6 +90,7 @@ def test_the_text_says_what_ran_what_is_refused_and_what_a_gpu_would_add(capsys:
         ("native", "fp8_ds_mla, fp8_e4m3, bf16"),
         ("flashinfer_fa3", "fp8_e4m3, bf16"),
         ("flashmla", "bf16"),
+        ("flashinfer_xqa", "bf16"),
     ):
         assert f"  {backend}: {layouts} (" in out
     assert "2 verified, 0 failed, 0 skipped; 2 of them from " in run(capsys, *ONE)[1]
@@ -119,6 +120,7 @@ def test_a_failing_row_is_shown_with_its_reason(capsys: pytest.CaptureFixture[st
         (["--heads", "129"], "'129' is not a number from 1 to 128"),
         (["--heads", "x"], "'x' is not a number from 1 to 128"),
         (["--dtype", "float64"], "invalid choice: 'float64'"),
+        (["--jobs", "0"], "'0' is not a number from 1 to 16"),
         (["--timeout", "0"], "'0' is not a number of seconds above 0"),
         (["--timeout", "nan"], "'nan' is not a number of seconds above 0"),
         (["--register", "mine"], "'mine' is not NAME=MODULE:CLASS"),
@@ -135,17 +137,26 @@ def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: py
     assert sentence in captured.err and captured.err.strip().splitlines()[-1].startswith("uncast")
 
 
-def test_a_registered_backend_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("no_such_module:Ghost", "the attention backend 'ghost' cannot be imported: No module named 'no_such_module'"),
+        (
+            "uncast.version:Ghost",
+            "the attention backend 'ghost' cannot be imported: module 'uncast.version' has no attr",
+        ),
+        ("uncast.version:__version__", "'ghost' is registered as uncast.version:__version__, which is not a class of"),
+    ],
+)
+def test_a_registered_backend_that_does_not_exist_is_refused(
+    path: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
-        code, out, _ = run(
-            capsys, "--register", "ghost=no_such_module:Ghost", "--backend", "ghost", "--quick", "--json"
-        )
-        shown = claims(Filters(backends=("ghost",), layouts=("bf16",)))
+        code, out, err = run(capsys, "--register", f"ghost={path}", "--backend", "ghost", "--quick", "--json")
     finally:
         registry._BACKENDS.pop("ghost")
-    (entry,) = json.loads(out)["refused"]
-    assert code == 0 and entry["reason"] == shown[0]["reason"]
-    assert entry["reason"] == "the attention backend 'ghost' cannot be imported: No module named 'no_such_module'"
+    assert (code, out) == (2, "") and err.startswith(f"uncast: --register ghost={path}: {sentence}")
+    assert err.count("\n") == 1
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(
@@ -194,6 +205,19 @@ def test_the_documented_matrix_of_the_peers() -> None:
         and native["cuda_graph"]
         and native["batch_invariant"]
     )
+    blackwell = rows["flashinfer_trtllm_gen", "bf16"]
+    assert (
+        set(blackwell["gpus"]) == {"sm_100", "sm_103"}
+        and blackwell["page_sizes"] == [32, 64]
+        and blackwell["extend"] is False
+    )
+    assert blackwell["heads_causal_extend"] == blackwell["heads"] == "1, 2, 4, 8, 16, 32, 64, 128"
+    for name, chips in (("flashinfer_xqa", {"sm_120", "sm_121"}), ("flashinfer_cutlass", {"sm_100", "sm_103"})):
+        row = rows[name, "bf16"]
+        assert set(row["gpus"]) == chips and row["heads"] == "128" and row["lse_bases"] == [] and not row["causal"]
+        assert rows[name, "fp8_e4m3"]["reason"] == (
+            f"{name} takes bfloat16 queries over a bf16 cache, not bfloat16 queries over fp8_e4m3"
+        )
     assert rows["gather_cast:flashmla", "fp8_ds_mla"]["reads"] == "a bf16 copy"
     assert rows["all", "fp8_e5m2"]["reason"].startswith("KV cache layout 'fp8_e5m2' is refused")
     assert all(row["reason"] if row["status"] == "refused" else row["gpus"] for row in rows.values())
@@ -207,8 +231,13 @@ def test_claims_run_nothing_and_tell_what_is_installed(
     (row,) = json.loads(out)["claims"]
     assert code == 0 and row["package"] == "triton" and row["installed"] not in ("", "not installed")
     code, out, _ = run(capsys, "--claims")
-    flat = " ".join(out.replace("│", " ").split())
-    assert code == 0 and "fp8_e5m2" in flat and "flashmla" in flat
+    assert code == 0 and max(map(len, out.splitlines())) < 170
+    assert (
+        "\nflashmla (sgl-flash-mla: " in out
+        and "\n  bf16: sm_90 with bf16 queries\n      heads 1-128; pages 64; " in out
+    )
+    assert "\n  refused: fp8_e5m2 (KV cache layout 'fp8_e5m2' is refused: no kernel reads e5m2 rows" in out
+    assert out.endswith("gather_cast:NAME and pool_cast:NAME: FP8 layouts, as a BF16 copy, wherever NAME claims bf16\n")
 
 
 def test_no_claim_of_the_matrix_is_taken_back_by_the_backend() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 from uncast.cli.main import UsageError
@@ -17,17 +18,28 @@ BENCHES = {
     "decode": ("uncast.cli.bench_decode", "single-stream decoding against the size of the KV pool"),
     "text": ("uncast.cli.bench_text", "bits per byte of a text, for each layout of the latent cache"),
 }
+EXAMPLES = """examples:
+  uncast bench decode --context 1024                                on a CPU, with the bundled model
+  uncast bench text --layouts bf16 fp8_ds_mla fp8_e4m3              on a CPU, with the bundled text
+  uncast bench attention --shape 32,8192,16 --csv attention.csv     on a GPU
+  uncast bench founding --csv founding.csv                          on a GPU
+
+uncast bench WHAT --help lists the options of one."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Runs one of `BENCHES`; see `uncast bench --help`."""
     parser = argparse.ArgumentParser(
-        prog="uncast bench", description="Measure.", epilog="example: uncast bench decode --context 1024"
-    )
-    benches = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
+        prog="uncast bench", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Measure; each prints a table and takes --csv FILE.", epilog=EXAMPLES,
+    )  # fmt: skip
+    benches = parser.add_subparsers(dest="bench", metavar="WHAT")
     for name, (_, help_text) in BENCHES.items():
         benches.add_parser(name, help=help_text, add_help=False)
     known, rest = parser.parse_known_args(argv)
+    if known.bench is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         code: int = importlib.import_module(BENCHES[known.bench][0]).run(rest)
     except ValueError as error:

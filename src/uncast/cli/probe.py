@@ -14,13 +14,13 @@ from uncast.attention import ProblemError, registry
 from uncast.attention.registry import UnknownBackend
 from uncast.attention.verified import cache_path
 from uncast.cli.main import UsageError
-from uncast.cli.probe_tables import claims_table, failures_table, progress, rows_table
+from uncast.cli.probe_tables import claims_lines, failures_table, progress, rows_table
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.verify.probe_claims import claims, would_probe
 from uncast.verify.probe_grid import DTYPES, MODES, Filters
-from uncast.verify.probe_run import Report, device_here, run_probe
+from uncast.verify.probe_run import MAX_JOBS, Report, device_here, run_probe
 
-DEFAULT_SECONDS = {"cpu": 60.0, "cuda": 120.0}
+DEFAULT_SECONDS = {"cpu": 60.0, "cuda": 180.0}
 """On a GPU the first case of a kernel may compile it."""
 REGISTER_HINT = "NAME=MODULE:CLASS, as in mine=my_package.attention:MyBackend"
 
@@ -47,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mode", action="append", choices=MODES, help="only this mode; may be repeated")
     add("--quick", action="store_true", help="16 heads, pages of 64 and common dtypes only, unless given")
     add("--fresh", action="store_true", help="run again what is verified already")
-    add("--timeout", type=_seconds, metavar="S", help="seconds per case (60, on a GPU 120)")
+    add("--timeout", type=_seconds, metavar="S", help="seconds per case (60, on a GPU 180)")
+    add("--jobs", type=_jobs, metavar="N", help="workers side by side (one a core, at most 16)")
     add("--register", action="append", type=_registration, metavar="NAME=PATH", help=f"add a backend: {REGISTER_HINT}")
     add("--claims", action="store_true", help="print what backends claim for all GPUs, without running anything")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -60,23 +61,26 @@ def run(argv: Sequence[str]) -> int:
     for name, path in args.register or ():
         try:
             registry.register(name, path)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+            registry.backend_class(name)
+        except ValueError as error:  # UnknownBackend is one, too
+            raise UsageError(f"--register {name}={path}: {error}") from error
     filters = _filters(args)
-    console = Console(highlight=False, width=140)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     if args.claims:
         rows = claims(filters)
         if args.json:
             print(json.dumps({"claims": rows}, indent=1))
         else:
-            console.print(claims_table(rows))
+            print("\n".join(claims_lines(rows)))
         return 0
     _usage(lambda: [row_layout(name) for name in filters.layouts or ()])
     device, arch = device_here()
     seconds = args.timeout or DEFAULT_SECONDS[device]
     with progress(sys.stderr) as on_row:
         report = _usage(
-            lambda: run_probe(filters, device=device, arch=arch, seconds=seconds, fresh=args.fresh, on_row=on_row)
+            lambda: run_probe(
+                filters, device=device, arch=arch, seconds=seconds, fresh=args.fresh, jobs=args.jobs, on_row=on_row
+            )
         )
     for note in report.notes:
         print(f"uncast: {note}", file=sys.stderr)
@@ -132,8 +136,11 @@ def _print(console: Console, report: Report, device: str, later: list[dict[str, 
     if later:
         console.print("There is no GPU here. On one, the probe would also run:")
         for entry in later:
+            if ":" in entry["backend"]:
+                continue
             package = f"{entry['package']} {entry['installed']}".strip()
             console.print(f"  {entry['backend']}: {', '.join(entry['layouts'])} ({package})", markup=False)
+        console.print("  gather_cast:NAME and pool_cast:NAME in front of each that reads bf16", markup=False)
 
 
 def _filters(args: argparse.Namespace) -> Filters:
@@ -160,6 +167,12 @@ def _usage(call: Callable[[], Any]) -> Any:
 def _count(text: str) -> int:
     if not text.strip().isdigit() or not 1 <= int(text) <= 128:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 128")
+    return int(text)
+
+
+def _jobs(text: str) -> int:
+    if not text.strip().isdigit() or not 1 <= int(text) <= MAX_JOBS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_JOBS}")
     return int(text)
 
 

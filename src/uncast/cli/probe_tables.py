@@ -64,30 +64,64 @@ def failures_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def claims_table(rows: list[dict[str, Any]]) -> Table:
-    """The documented matrix with what is refused; of casts in front of backends, only what is claimed."""
-    table = Table(title="Claims of the backends, by layout")
-    names = "backend,layout,chips and queries,heads (causal extend),pages,LSE,graph,package,notes"
-    for name in names.split(","):
-        table.add_column(name, overflow="fold")
+def claims_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The documented matrix as text: a block per backend, two lines per layout that it claims, refusals by reason.
+
+    Casts in front of a backend are one rule, not a block each.
+    """
+    blocks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        package = f"{row['package']} {row['installed']}".strip()
-        if row["status"] == "refused" and ":" in row["backend"]:
-            continue
+        blocks.setdefault(row["backend"], []).append(row)
+    lines: list[str] = []
+    for name, members in blocks.items():
+        if ":" not in name or len(blocks) == 1:
+            lines += [_block_title(name, members[0]), *(line for row in members for line in _claimed(row))]
+            lines += _refusals(members)
+    casts = sorted({row["backend"].partition(":")[0] for row in rows if ":" in row["backend"]})
+    if casts and len(blocks) > 1:
+        names = " and ".join(f"{cast}:NAME" for cast in casts)
+        lines.append(f"{names}: FP8 layouts, as a BF16 copy, wherever NAME claims bf16")
+    return lines
+
+
+def _block_title(name: str, row: dict[str, Any]) -> str:
+    if name == "all":
+        return "all backends"
+    notes = [f"{row['package']}: {row['installed']}"] if row["package"] else []
+    notes += [f"reads {row['reads']}"] if row["reads"] not in ("", "as stored") else []
+    notes += ["rounds queries to FP8"] if row["lossy_q"] else []
+    notes += ["one q_len a batch"] if row["uniform_q_len"] else []
+    notes += ["can be captured in a CUDA graph"] if row["cuda_graph"] else []
+    return f"{name} ({'; '.join(notes)})" if notes else name
+
+
+def _claimed(row: dict[str, Any]) -> list[str]:
+    if row["status"] == "refused":
+        return []
+    chips = "; ".join(f"{' '.join(chips)} with {dtypes} queries" for dtypes, chips in _by_dtypes(row["gpus"]))
+    extend = row["heads_causal_extend"]
+    heads = row["heads"] if extend == row["heads"] else f"{row['heads']} (causal extend: {extend or 'none'})"
+    lse = f"LSE base {' or '.join(row['lse_bases'])}" if row["lse_bases"] else "no LSE"
+    facts = [f"heads {heads}", f"pages {_powers(row['page_sizes'])}", f"head dims {', '.join(row['head_dims'])}", lse]
+    facts += [] if row["extend"] or row["causal"] else ["one query a request"]
+    facts += ["batch_invariant"] if row["batch_invariant"] else []
+    return [f"  {row['kv_layout']}: {chips}", f"      {'; '.join(facts)}"]
+
+
+def _refusals(rows: list[dict[str, Any]]) -> list[str]:
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
         if row["status"] == "refused":
-            lines = ["-", "-", "-", "-", "-", package or "-", f"refused: {row['reason']}"]
-        else:
-            chips = "; ".join(f"{' '.join(chips)}: {dtypes}" for dtypes, chips in _by_dtypes(row["gpus"]))
-            extend = "" if row["heads_causal_extend"] == row["heads"] else f" ({row['heads_causal_extend'] or 'none'})"
-            notes = [f"reads {row['reads']}", f"head dims {', '.join(row['head_dims'])}"]
-            notes += ["rounds queries to FP8"] if row["lossy_q"] else []
-            notes += ["one q_len a batch"] if row["uniform_q_len"] else []
-            lines = [
-                chips, row["heads"] + extend, ranges(row["page_sizes"]), "/".join(row["lse_bases"]),
-                "yes" if row["cuda_graph"] else "no", package, "; ".join(notes),
-            ]  # fmt: skip
-        table.add_row(*map(escape, (row["backend"], row["kv_layout"], *lines)))
-    return table
+            alike.setdefault(row["reason"].replace(row["kv_layout"], "it"), []).append(row)
+    return [
+        f"  refused: {', '.join(row['kv_layout'] for row in group)} ({group[0]['reason']})" for group in alike.values()
+    ]
+
+
+def _powers(numbers: list[int]) -> str:
+    """Ascending powers of two as text: "1-128" where none is left out."""
+    whole = len(numbers) > 2 and numbers[-1] == numbers[0] << (len(numbers) - 1)
+    return f"{numbers[0]}-{numbers[-1]}" if whole else ranges(numbers)
 
 
 def _by_dtypes(gpus: dict[str, list[str]]) -> list[tuple[str, list[str]]]:

@@ -119,3 +119,11 @@ def run_case(
     )  # fmt: skip
     assert isinstance(result, tuple)
     return result
+
+
+def run_without_lse(attention: MLAPagedAttention, case: ProbeCase, out: torch.Tensor) -> None:
+    """Output of a planned case of a backend that gives no LSE, or whose LSE is not asked for."""
+    attention.run(
+        case.q_nope, case.q_pe, case.cache, ckv_scale=case.ckv_scale, kpe_scale=case.kpe_scale, out=out,
+        indices=case.indices,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from uncast.attention.verified import mark_verified
 from uncast.latent.codec import decode_rows, encode_rows
 from uncast.latent.layouts import row_layout
 from uncast.verify.bands import BandedTensor
-from uncast.verify.cases import ProbeCase, make_case, plan_case, run_case
+from uncast.verify.cases import ProbeCase, make_case, plan_case, run_case, run_without_lse
 
 __all__ = [
     "LOSSY_LSE_ERROR", "LOSSY_ROW_ERROR", "LOSSY_TENSOR_ERROR", "MAX_LSE_ERROR", "MAX_ROW_ERROR", "MAX_TENSOR_ERROR",
@@ -86,21 +86,28 @@ class _Run:
     """One run between guard bands."""
 
     out: BandedTensor
-    lse: BandedTensor
+    lse: BandedTensor | None
 
     @classmethod
-    def of(cls, attention: MLAPagedAttention, case: ProbeCase) -> _Run:
+    def of(cls, attention: MLAPagedAttention, case: ProbeCase, with_lse: bool) -> _Run:
         rows, heads, width = case.q_nope.shape
         device = case.q_nope.device.type
         run = cls(
             BandedTensor((rows, heads, width), case.q_nope.dtype, device),
-            BandedTensor((rows, heads), torch.float32, device),
+            BandedTensor((rows, heads), torch.float32, device) if with_lse else None,
         )
-        run_case(attention, case, run.out.tensor, run.lse.tensor)
+        if run.lse is None:
+            run_without_lse(attention, case, run.out.tensor)
+        else:
+            run_case(attention, case, run.out.tensor, run.lse.tensor)
         return run
 
+    def tensors(self) -> list[tuple[str, BandedTensor]]:
+        return [("out", self.out), *([("lse", self.lse)] if self.lse is not None else [])]
+
     def same_bits(self, other: _Run) -> bool:
-        return torch.equal(self.out.tensor, other.out.tensor) and torch.equal(self.lse.tensor, other.lse.tensor)
+        pairs = zip(self.tensors(), other.tensors(), strict=True)
+        return all(torch.equal(mine.tensor, theirs.tensor) for (_, mine), (_, theirs) in pairs)
 
 
 def probe_combination(
@@ -133,16 +140,17 @@ def probe_combination(
         warnings.simplefilter("ignore", ClaimedCapabilityWarning)
         problem = plan_case(attention, spec, case)
     tell("run")
-    first, second = (_Run.of(attention, case) for _ in range(2))
+    with_lse = traits.capability(replace(problem.spec, return_lse=True)).ok
+    first, second = (_Run.of(attention, case, with_lse) for _ in range(2))
     expected, expected_lse = inputs.reference(problem, _copy_layout(attention))
-    out, lse = first.out.tensor, first.lse.tensor
+    out = first.out.tensor
     row_error, tensor_error = relative_errors(out, expected)
     reason = (
         _overrun(first)
         or _overrun(second)
         or _changed_inputs(inputs)
         or _wrong_output(out, expected, (row_error, tensor_error), traits)
-        or _wrong_lse(lse, expected_lse, traits)
+        or ("" if first.lse is None else _wrong_lse(first.lse.tensor, expected_lse, traits))
         or ("" if first.same_bits(second) else "gives different bits in two runs on the same input")
     )
     if not reason and thorough and spec.batch_invariant:
@@ -157,7 +165,7 @@ def probe_combination(
 
 
 def _overrun(run: _Run) -> str:
-    for name, tensor in (("out", run.out), ("lse", run.lse)):
+    for name, tensor in run.tensors():
         before, after = tensor.changed()
         if before or after:
             return f"writes out of bounds: {before} bytes before `{name}` and {after} after it changed"
@@ -213,8 +221,9 @@ def _batch_fault(backend: str, spec: ProblemSpec, case: ProbeCase, first: _Run) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ClaimedCapabilityWarning)
             plan_case(attention, spec, alone)
-        out, lse = run_case(attention, alone)
-        if not (torch.equal(out, first.out.tensor[rows]) and torch.equal(lse, first.lse.tensor[rows])):
+        single = _Run.of(attention, alone, first.lse is not None)
+        pairs = zip(single.tensors(), first.tensors(), strict=True)
+        if not all(torch.equal(own.tensor, both.tensor[rows]) for (_, own), (_, both) in pairs):
             return "gives a request other bits in a batch than alone, and batch_invariant was asked for"
     return ""
 
@@ -224,7 +233,7 @@ def _graph_fault(attention: MLAPagedAttention, case: ProbeCase, first: _Run) -> 
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            captured = _Run.of(attention, case)
+            captured = _Run.of(attention, case, first.lse is not None)
     except RuntimeError as error:
         return f"cannot be captured in a CUDA graph: {str(error).splitlines()[0]}"
     graph.replay()  # fills the bands and outputs anew, then runs

@@ -1,7 +1,7 @@
 """The documented matrix: what backends claim for any GPU, asked of their `capability`; nothing runs, no library is needed.
 
-Each property is asked around one base case (16 heads, pages of 64, 512/64, decode): two properties off the base together may
-be refused all the same, and `plan()` says so.
+Each property is asked around one base case (16 heads, else 128, pages of 64, 512/64, decode): two properties off the base
+together may be refused all the same, and `plan()` says so.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 from uncast.attention import Backend, Capability, ProblemSpec, registry
 from uncast.attention.problem import QUERY_DTYPES
 from uncast.attention.registry import UnknownBackend
+from uncast.attention.verified import SM_SCALE
 from uncast.backends._recast import recast_capability
-from uncast.latent.layouts import LayoutError, row_layout
+from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.latent.pool import MAX_PAGE_SIZE
 from uncast.verify.probe_grid import Filters, layouts
 
 GPU_ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
+BASE_HEADS = (16, 128)
 HEAD_DIMS = ((512, 64), (256, 64), (512, 128), (128, 32))
 REFUSED_LAYOUTS = ("fp8_e5m2",)
 Ask = Callable[[ProblemSpec], Capability]
@@ -71,15 +73,25 @@ def _row(name: str, kv_layout: str) -> dict[str, Any]:
         def ask(spec: ProblemSpec) -> Capability:
             return recast_capability(name, direct, spec)
 
-    bases = [
-        replace(_base(kv_layout), device="cuda" if arch else "cpu", arch=arch, q_data_type=dtype)
-        for arch, dtype in product((0, *GPU_ARCHS), QUERY_DTYPES)
-    ]
-    able = [spec for spec in bases if ask(spec).ok]
+    able = _able(ask, kv_layout)
     if not able:
-        hopper = next(spec for spec in bases if spec.arch == 90)
-        return _empty(name, kv_layout, ask(hopper).reason) | state
+        others = (spec for layout in LAYOUT_NAMES for spec in _able(ask, layout))
+        nearest = next(others, replace(_base(kv_layout), arch=90))  # refused for its layout, where it can be
+        return _empty(name, kv_layout, ask(replace(nearest, kv_layout=kv_layout)).reason) | state
     return _empty(name, kv_layout, "") | state | {"status": "claimed", "gpus": _chips(able)} | _properties(ask, able)
+
+
+def _able(ask: Ask, kv_layout: str) -> list[ProblemSpec]:
+    """The base case on each chip with each dtype of queries that is claimed; with the first of `BASE_HEADS` that any is."""
+    for heads in BASE_HEADS:
+        bases = [
+            replace(_base(kv_layout), num_heads=heads, device="cuda" if arch else "cpu", arch=arch, q_data_type=dtype)
+            for arch, dtype in product((0, *GPU_ARCHS), QUERY_DTYPES)
+        ]
+        able = [spec for spec in bases if ask(spec).ok]
+        if able:
+            return able
+    return []
 
 
 def _properties(ask: Ask, able: list[ProblemSpec]) -> dict[str, Any]:
@@ -101,7 +113,7 @@ def _properties(ask: Ask, able: list[ProblemSpec]) -> dict[str, Any]:
 
 
 def _base(kv_layout: str) -> ProblemSpec:
-    return ProblemSpec(num_heads=16, page_size=64, kv_layout=kv_layout)
+    return ProblemSpec(num_heads=BASE_HEADS[0], page_size=64, kv_layout=kv_layout, sm_scale=SM_SCALE)
 
 
 def _ok(ask: Ask, spec: ProblemSpec) -> bool:

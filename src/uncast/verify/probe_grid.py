@@ -49,7 +49,7 @@ class ProbeKey:
 
     def row(self, status: str, reason: str, **more: Any) -> dict[str, Any]:
         """A row of the report and of the file of `uncast.attention.verified`."""
-        empty: dict[str, Any] = {"variants": [], "row_error": None, "tensor_error": None, "seconds": None}
+        empty: dict[str, Any] = {"variants": [], "row_error": None, "tensor_error": None, "seconds": None, "run_us": None}
         return {**asdict(self), "status": status, "reason": reason, **empty, **more}
 
 

@@ -1,14 +1,15 @@
-"""The parent of a probe: one worker process per backend and layout, a time limit per case, the cache, the report."""
+"""The parent of a probe: workers of several backends and layouts side by side, the cache, the report."""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
+import itertools
+import os
 import tempfile
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,16 @@ import torch
 
 from uncast.attention import registry
 from uncast.attention.verified import VARIANTS, cache_path, learn, machine, read_rows, write_rows
+from uncast.verify.probe_crew import COMPILE_SECONDS, MAX_DEATHS, START_SECONDS, Crew, Deaths, WorkerDied
 from uncast.verify.probe_grid import Filters, ProbeKey, keys, layouts
-from uncast.verify.probe_worker import shorten, worker_main
+from uncast.verify.probe_time import describe
+from uncast.verify.probe_worker import shorten
 
-START_SECONDS = 180.0
-MAX_DEATHS = 3
+MAX_JOBS = 16
+CHUNK = 40
+"""Keys that one worker goes through: a backend and layout with more of them gets several workers."""
 OnRow = Callable[[dict[str, Any], int, int], None]
 """Told each row, how many are done and how many there are."""
-
-
-class WorkerDied(Exception):
-    """The worker crashed or was stopped; the message is the rest of a sentence that begins with the backend's name."""
 
 
 @dataclass
@@ -40,100 +40,75 @@ class Report:
     cached: int = 0
 
 
-class Worker:
-    """A child process that survives neither a crash nor a time limit, and its replacement after either."""
+@dataclass
+class _Chunk:
+    """Keys of one backend and layout for one worker, and the deaths that its chunks share."""
 
-    def __init__(self, log: Path) -> None:
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload([worker_main.__module__])
-        self._log = log
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=worker_main, args=(theirs, registry.paths(), str(log)), daemon=True)  # type: ignore[attr-defined]
-        self._process.start()
-        theirs.close()
-        self._phase = "start"
-        self._wait(START_SECONDS)
+    keys: list[ProbeKey]
+    deaths: Deaths
+    index: int
 
     @property
-    def alive(self) -> bool:
-        return bool(self._process.is_alive())
+    def order(self) -> tuple[bool, int]:
+        """Casts in front of a backend last; of libraries that may have to be built, every first chunk before the second."""
+        name = self.keys[0].backend
+        if ":" in name:
+            return True, 0
+        own = registry.backend_class(name).requires in ("", "triton")
+        return False, 0 if own else self.index
 
-    def ask(self, task: str, payload: Any, seconds: float) -> Any:
-        """The answer to a message.
 
-        Raises:
-            WorkerDied: no answer within `seconds`, or a crash; the process is gone then.
-        """
-        self._phase = task
+class _Session:
+    """What the threads of one probe share."""
+
+    def __init__(self, folder: Path, device: str, seconds: float, report: Report, on_row: OnRow | None) -> None:
+        self.folder, self.device, self.seconds, self.report, self.on_row = folder, device, seconds, report, on_row
+        self.rows: dict[ProbeKey, dict[str, Any]] = {}
+        self.known: dict[ProbeKey, dict[str, Any]] = {}
+        self.total = 0
+        self._crews: list[Crew] = []
+        self._lock, self._numbers, self._stopped = threading.RLock(), itertools.count(), False
+
+    def crew(self, deaths: Deaths | None = None, seconds: float | None = None) -> Crew:
+        with self._lock:
+            first = COMPILE_SECONDS if self.device == "cuda" else 0.0
+            log = self.folder / f"worker-{next(self._numbers)}.log"
+            self._crews.append(Crew(log, seconds or self.seconds, deaths, first))
+            return self._crews[-1]
+
+    def add(self, key: ProbeKey, row: dict[str, Any]) -> None:
+        with self._lock:
+            self.rows[key] = row
+            self.report.cached += row is self.known.get(key)
+            self.tell(row)
+
+    def tell(self, row: dict[str, Any]) -> None:
+        if self.on_row is not None:
+            self.on_row(row, len(self.rows) + len(self.report.rows), self.total)
+
+    def run(self, chunk: _Chunk) -> None:
+        """Rows of a chunk; kept on disk when it is done."""
+        crew, rows = self.crew(chunk.deaths), []
         try:
-            self._pipe.send((task, payload))
-        except OSError:
-            raise WorkerDied(self._obituary()) from None
-        return self._wait(seconds)
-
-    def _wait(self, seconds: float) -> Any:
-        deadline = time.monotonic() + seconds
-        try:
-            while self._pipe.poll(max(0.0, deadline - time.monotonic())):
-                kind, payload = self._pipe.recv()
-                if kind != "phase":
-                    return payload
-                self._phase = payload
-        except (EOFError, OSError):
-            raise WorkerDied(self._obituary()) from None
-        self.stop()
-        raise WorkerDied(f"does not come back from {self._place()} within {seconds:g} s")
-
-    def _place(self) -> str:
-        """Where the worker was, as a user knows it."""
-        known = {"plan": "plan()", "run": "run()", "graph": "a CUDA graph", "survey": "capability()"}
-        return known.get(self._phase, "its start")
-
-    def _obituary(self) -> str:
-        self._process.join(10)
-        self.stop()
-        code = self._process.exitcode
-        how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
-        words = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        last = f": {words[-1]}" if words else ""
-        return f"ends its process with {how} in {self._place()}{last}"
+            for key in chunk.keys:
+                row = self.known.get(key) or _probe(crew, key)
+                if self._stopped:
+                    return
+                self.add(key, row)
+                rows.append(row)
+        finally:
+            crew.close()
+            with self._lock:
+                _remember(
+                    self.device, [row for row in rows if row is not self.known.get(ProbeKey.of(row))], self.report
+                )
 
     def stop(self) -> None:
-        """Ends the process, whatever it is doing."""
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join(10)
-        self._pipe.close()
-
-
-class _Crew:
-    """Gives a live worker for each question and counts deaths."""
-
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.log, self.seconds, self.deaths = folder / "worker.log", seconds, 0
-        self._worker: Worker | None = None
-
-    def ask(self, task: str, payload: Any) -> Any:
-        try:
-            if self._worker is None or not self._worker.alive:
-                self._worker = Worker(self.log)
-            return self._worker.ask(task, payload, self.seconds)
-        except WorkerDied:
-            self.deaths += 1
-            self._worker = None
-            raise
-
-    def replace(self) -> None:
-        """The next question goes to a new worker; this one's end counts as a death."""
-        self.deaths += 1
-        self.close()
-        self._worker = None
-
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
+        """Ends all workers, so that their threads end."""
+        self._stopped = True
+        with self._lock:
+            for crew in self._crews:
+                crew.close()
 
 
 def device_here() -> tuple[str, int]:
@@ -144,58 +119,70 @@ def device_here() -> tuple[str, int]:
     return "cuda", major * 10 + minor
 
 
+def default_jobs() -> int:
+    """Workers side by side: one a core that this process may use, at most `MAX_JOBS`."""
+    return min(MAX_JOBS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def run_probe(
-    filters: Filters, *, device: str, arch: int, seconds: float = 60.0, fresh: bool = False, on_row: OnRow | None = None
+    filters: Filters,
+    *,
+    device: str,
+    arch: int,
+    seconds: float = 60.0,
+    fresh: bool = False,
+    jobs: int | None = None,
+    on_row: OnRow | None = None,
 ) -> Report:
     """Runs what the backends claim for `device` and keeps verified rows for later processes.
 
     Args:
         seconds: time limit of one case.
         fresh: also run what a probe of the same versions has verified before.
+        jobs: workers side by side; see `default_jobs`. Times are measured afterwards, by one.
         on_row: see `OnRow`.
 
     Raises:
         ProblemError, LayoutError: a filter names what cannot exist.
     """
     report = Report(machine(device))
-    known = {} if fresh else {ProbeKey.of(row): row for row in read_rows(device) if row["status"] == "verified"}
     with tempfile.TemporaryDirectory(prefix="uncast-probe-") as folder:
-        groups = _survey(filters, device, arch, Path(folder), seconds, report)
-        total, done = sum(len(group) for group in groups) + len(report.rows), 0
+        session = _Session(Path(folder), device, seconds, report, on_row)
+        if not fresh:
+            session.known = {ProbeKey.of(row): row for row in read_rows(device) if row["status"] == "verified"}
+        groups = _survey(filters, arch, session)
+        session.total = sum(len(group) for group in groups) + len(report.rows)
         for row in report.rows:
-            done += 1
-            _tell(on_row, row, done, total)
-        for group in groups:
-            crew, rows = _Crew(Path(folder), seconds), []
+            session.tell(row)
+        chunks = sorted((chunk for group in groups for chunk in _chunks(group)), key=lambda chunk: chunk.order)
+        with ThreadPoolExecutor(jobs or default_jobs()) as pool:
+            futures = [pool.submit(session.run, chunk) for chunk in chunks]
             try:
-                for key in group:
-                    row = known.get(key) or _probe(crew, key)
-                    report.cached += key in known
-                    rows.append(row)
-                    done += 1
-                    _tell(on_row, row, done, total)
-            finally:
-                crew.close()
-                report.rows += rows
-                _remember(device, [row for row in rows if row is not known.get(ProbeKey.of(row))], report)
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                session.stop()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        _measure(session)
+    report.rows += [session.rows[key] for group in groups for key in group]
     learn(report.rows)
     return report
 
 
-def _tell(on_row: OnRow | None, row: dict[str, Any], done: int, total: int) -> None:
-    if on_row is not None:
-        on_row(row, done, total)
+def _chunks(group: list[ProbeKey]) -> list[_Chunk]:
+    deaths = Deaths()
+    return [_Chunk(group[at : at + CHUNK], deaths, at // CHUNK) for at in range(0, len(group), CHUNK)]
 
 
-def _survey(
-    filters: Filters, device: str, arch: int, folder: Path, seconds: float, report: Report
-) -> list[list[ProbeKey]]:
+def _survey(filters: Filters, arch: int, session: _Session) -> list[list[ProbeKey]]:
     """Claimed keys by backend and layout. Asked in a worker: importing a library can crash, too."""
-    groups, crew = [], _Crew(folder, max(seconds, START_SECONDS))
+    groups, report = [], session.report
+    crew = session.crew(seconds=max(session.seconds, START_SECONDS))
     try:
         for backend in filters.backends or registry.names():
             for kv_layout in layouts(filters):
-                asked = keys(backend, kv_layout, device, arch, filters)
+                asked = keys(backend, kv_layout, session.device, arch, filters)
                 for key in asked:
                     key.spec(VARIANTS[0]).check()
                 try:
@@ -212,8 +199,8 @@ def _survey(
     return groups
 
 
-def _probe(crew: _Crew, key: ProbeKey) -> dict[str, Any]:
-    if crew.deaths >= MAX_DEATHS:
+def _probe(crew: Crew, key: ProbeKey) -> dict[str, Any]:
+    if crew.deaths.too_many:
         return key.row("skipped", f"{key.backend} is not run here: its process ended {MAX_DEATHS} times before")
     row: dict[str, Any]
     try:
@@ -223,6 +210,38 @@ def _probe(crew: _Crew, key: ProbeKey) -> dict[str, Any]:
     if not usable:
         crew.replace()
     return row
+
+
+def _measure(session: _Session) -> None:
+    """Times of verified rows, where `auto` has a choice between two or more; one after the other, with nothing beside them.
+
+    A backend that fails in it has failed on a larger batch than the probe's: its row says so.
+    """
+    rivals: dict[ProbeKey, list[ProbeKey]] = {}
+    for key, row in session.rows.items():
+        if row["status"] == "verified" and key.backend in registry.AUTO_ORDER[session.device]:
+            rivals.setdefault(replace(key, backend=""), []).append(key)
+    wanted = [
+        key
+        for names in rivals.values()
+        if len(names) > 1 and any(session.rows[key]["run_us"] is None for key in names)
+        for key in names
+    ]
+    crew, measured = session.crew(), []
+    try:
+        for key in wanted:
+            row = dict(session.rows[key])
+            try:
+                row["run_us"], reason = crew.ask("time", (key, row["variants"][0]))
+            except WorkerDied as death:
+                reason = shorten(f"{key.backend} {death}")
+            if reason:
+                row |= {"status": "failed", "reason": f"{reason} ({describe(session.device)})", "variants": []}
+            session.rows[key] = row
+            measured.append(row)
+    finally:
+        crew.close()
+        _remember(session.device, measured, session.report)
 
 
 def _remember(device: str, rows: list[dict[str, Any]], report: Report) -> None:

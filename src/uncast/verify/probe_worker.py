@@ -15,15 +15,18 @@ import torch
 
 from uncast.attention import ProblemError, Refused, registry
 from uncast.attention.registry import UnknownBackend
+from uncast.attention.verified import Variant
 from uncast.verify.probe import ProbeInputs, ProbeResult, probe_combination
 from uncast.verify.probe_grid import ProbeKey
+from uncast.verify.probe_time import TimedInputs, time_backend
 
 MAX_REASON = 240
 
 
 def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
     """Answers messages until None: `("survey", keys)` with the reason of each refused key or None, `("probe", key)` with a row
-    and whether this process can go on.
+    and whether this process can go on, `("time", (key, variant))` with microseconds and a reason why
+    there are none.
 
     Args:
         backends: names and dotted paths to register, the parent's.
@@ -41,11 +44,17 @@ def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
         torch.set_num_threads(1)  # small cases: on a busy core every thread's barrier would wait
     pipe.send(("ready", None))
     inputs: ProbeInputs | None = None
+    timed: TimedInputs | None = None
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # the parent is gone, or Ctrl-C, which it handles
         while (message := pipe.recv()) is not None:
             task, payload = message
             if task == "survey":
                 pipe.send(("done", [refusal(key) for key in payload]))
+                continue
+            if task == "time":
+                key, variant = payload
+                answer, timed = time_key(key, variant, timed)
+                pipe.send(("done", answer))
                 continue
             row, inputs = probe_key(payload, inputs, lambda phase: pipe.send(("phase", phase)))
             usable = row["status"] == "verified" or not _is_broken(payload.device)
@@ -109,6 +118,18 @@ def probe_key(
         where = f"causal {causal}, LSE base {lse_base}, batch_invariant {invariant}"
         return key.row("failed", f"{results[-1].reason} ({where})", **more), inputs
     return key.row("verified", "", **more, variants=[list(variant) for variant, _ in variants]), inputs
+
+
+def time_key(
+    key: ProbeKey, variant: Variant, before: TimedInputs | None
+) -> tuple[tuple[float | None, str], TimedInputs | None]:
+    """Microseconds of one `run` of a verified key's variant, or None and why; and the inputs, for the next key."""
+    try:
+        spec = key.spec(variant)
+        before = TimedInputs.of(spec, before)
+        return (time_backend(key.backend, spec, before.case), ""), before
+    except Exception as error:  # whatever a backend raises is a row
+        return (None, explain(key.backend, "run", error)), before
 
 
 def explain(backend: str, phase: str, error: Exception) -> str:

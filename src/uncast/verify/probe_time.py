@@ -1,0 +1,102 @@
+"""How long one `run` takes: what `auto` chooses by among verified backends.
+
+One batch for all: 32 requests of 4,096 cached tokens (on a CPU 4 of 512) with one query each in decode, four in extend; planned
+once. Median of `RUNS` runs, each between two events on a GPU, so launch overhead that the GPU waits for counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from uncast.attention import ClaimedCapabilityWarning, MLAPagedAttention, ProblemSpec
+from uncast.latent.codec import encode_rows
+from uncast.verify.cases import ProbeCase, plan_case, run_without_lse
+
+BATCH = {"cuda": (32, 4096), "cpu": (4, 512)}
+"""Requests and cached tokens of each."""
+EXTEND_QUERIES = 4
+WARM_UPS, RUNS = 2, 9
+_DRAWN_ROWS = 4096
+
+
+@dataclass
+class TimedInputs:
+    """The batch for specs of the same shapes."""
+
+    key: ProblemSpec
+    case: ProbeCase
+
+    @classmethod
+    def of(cls, spec: ProblemSpec, before: TimedInputs | None) -> TimedInputs:
+        """Inputs for `spec`: those of the measurement before where they fit."""
+        key = replace(spec, causal=True, lse_base="2", batch_invariant=False)
+        return before if before is not None and before.key == key else cls(key, _timed_case(spec))
+
+
+def describe(device: str) -> str:
+    """The batch for a sentence."""
+    batch, kv_len = BATCH[device]
+    return f"in a batch of {batch} requests of {kv_len:,} tokens"
+
+
+def _timed_case(spec: ProblemSpec) -> ProbeCase:
+    batch, kv_len = BATCH[spec.device]
+    queries = EXTEND_QUERIES if spec.max_q_len > 1 else 1
+    generator, device = torch.Generator().manual_seed(0), spec.device
+    scales = (0.013, 0.021) if spec.layout.has_external_scales else (None, None)
+    drawn = min(_DRAWN_ROWS, batch * kv_len)
+    rows = encode_rows(
+        torch.randn(drawn, spec.head_dim_ckv, generator=generator),
+        torch.randn(drawn, spec.head_dim_kpe, generator=generator),
+        spec.layout, ckv_scale=scales[0], kpe_scale=scales[1],
+    )  # fmt: skip
+    pages = batch * kv_len // spec.page_size
+    order = torch.randperm(pages, generator=generator).int()
+    query = torch.randn(batch * queries, spec.num_heads, spec.head_dim_ckv + spec.head_dim_kpe, generator=generator)
+    query = query.to(device, spec.q_data_type)
+    return ProbeCase(
+        block_tables=order.view(batch, -1).to(device),
+        seq_lens=torch.full((batch,), kv_len, dtype=torch.int32, device=device),
+        qo_indptr=(torch.arange(batch + 1, dtype=torch.int32) * queries).to(device),
+        q_nope=query[..., : spec.head_dim_ckv].contiguous(), q_pe=query[..., spec.head_dim_ckv :].contiguous(),
+        cache=rows.to(device).repeat(batch * kv_len // drawn, 1).view(pages, spec.page_size, -1),
+        ckv_scale=scales[0], kpe_scale=scales[1],
+    )  # fmt: skip
+
+
+def time_backend(backend: str, spec: ProblemSpec, case: ProbeCase) -> float:
+    """Microseconds of one `run` of `backend`. Raises whatever the backend raises."""
+    attention = MLAPagedAttention(backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ClaimedCapabilityWarning)
+        plan_case(attention, spec, case)
+    out = torch.empty_like(case.q_nope)
+    measure = _gpu_us if spec.device == "cuda" else _cpu_us
+
+    def once() -> None:
+        run_without_lse(attention, case, out)
+
+    for _ in range(WARM_UPS):
+        once()
+    return round(statistics.median(measure(once) for _ in range(RUNS)), 2)
+
+
+def _gpu_us(once: Callable[[], None]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    once()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def _cpu_us(once: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    once()
+    return (time.perf_counter() - start) * 1e6
