@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog='example: uncast generate "It was a dark night" --max-tokens 100',
     )
     parser.add_argument("--version", action="version", version=f"uncast {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, help_text) in COMMANDS.items():
         commands.add_parser(name, help=help_text, add_help=False)
     return parser
@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     141 for a closed pipe."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     known, rest = build_parser().parse_known_args(arguments)
+    if known.command is None:
+        build_parser().print_help(sys.stderr)
+        return 2
     try:
         module = importlib.import_module(COMMANDS[known.command][0])
         code: int = module.run(rest)
