@@ -9,6 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
+from uncast.engine.batch import Batch
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
 from uncast.latent.codec import new_counters
@@ -50,39 +51,6 @@ class StepBytes:
 
 class RunnerError(RuntimeError):
     """The runner cannot be set up for this model, layout or backend; one sentence."""
-
-
-@dataclass
-class _Batch:
-    """One forward's rows as lists; a request here is what attention takes as one.
-
-    Attributes:
-        tables, kv_lens, ends: per request its pages, its cached rows and the end of its query rows.
-        wanted: rows whose logits are wanted.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    tables: list[list[int]] = field(default_factory=list)
-    kv_lens: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=lambda: [0])
-    wanted: list[int] = field(default_factory=list)
-
-    def add(self, token: int, position: int, slot: int) -> None:
-        self.ids.append(token)
-        self.positions.append(position)
-        self.slots.append(slot)
-
-    def close(self, pages: list[int], kv_len: int) -> None:
-        """Ends a request: the rows added since the last one are its queries."""
-        self.tables.append(pages)
-        self.kv_lens.append(kv_len)
-        self.ends.append(len(self.ids))
-
-    @property
-    def max_q_len(self) -> int:
-        return max(end - start for start, end in zip(self.ends[:-1], self.ends[1:], strict=True))
 
 
 def _pool(layout: RowLayout, num_layers: int, num_pages: int, page_size: int, device: torch.device) -> PagedPool:
@@ -191,6 +159,11 @@ class ModelRunner:
         self._rows_needed = sum(sequence.cached for sequence, _ in chunks)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
+    def run_batch(self, batch: Batch) -> None:
+        """Runs rows that another process's runner has laid out; the pages are that runner's concern."""
+        self._plans = []
+        self._forward(batch, self.pool)
+
     def last_step_bytes(self) -> StepBytes:
         """Cache bytes of the last step.
 
@@ -212,9 +185,9 @@ class ModelRunner:
     def _slot(self, sequence: Sequence, position: int) -> int:
         return sequence.pages[position // self.page_size] * self.page_size + position % self.page_size
 
-    def _whole(self, chunks: Seq[tuple[Sequence, int]], every_token: bool) -> _Batch:
+    def _whole(self, chunks: Seq[tuple[Sequence, int]], every_token: bool) -> Batch:
         """One batch in which each chunk is one request of `count` query rows."""
-        batch = _Batch()
+        batch = Batch()
         for sequence, count in chunks:
             end = sequence.cached + count
             for position in range(sequence.cached, end):
@@ -223,14 +196,14 @@ class ModelRunner:
         batch.wanted = list(range(batch.ends[-1])) if every_token else [end - 1 for end in batch.ends[1:]]
         return batch
 
-    def _tiles(self, chunks: Seq[tuple[Sequence, int]], every_token: bool) -> list[_Batch]:
+    def _tiles(self, chunks: Seq[tuple[Sequence, int]], every_token: bool) -> list[Batch]:
         """Batches of `ROW_TILE` rows, each row a request of its own, in the chunks' order; the last one is filled up."""
-        tiles: list[_Batch] = []
+        tiles: list[Batch] = []
         for sequence, count in chunks:
             end = sequence.cached + count
             for position in range(sequence.cached, end):
                 if not tiles or len(tiles[-1].ids) == ROW_TILE:
-                    tiles.append(_Batch())
+                    tiles.append(Batch())
                 tile = tiles[-1]
                 if every_token or position == end - 1:
                     tile.wanted.append(len(tile.ids))
@@ -241,7 +214,7 @@ class ModelRunner:
             tiles[-1].close([], 0)
         return tiles
 
-    def _forward(self, batch: _Batch, pool: PagedPool) -> torch.Tensor:
+    def _forward(self, batch: Batch, pool: PagedPool) -> torch.Tensor:
         """Logits of the wanted rows; in deterministic mode the last projection, too, sees the whole tile or nothing."""
         device, config = self.model.device, self.model.config
         plan = self.attention.plan(

@@ -57,3 +57,5 @@ def copy_in(pool: PagedPool, host: HostPages, pages: Seq[int]) -> None:
     for storage, part in zip(pool.storages, host.parts, strict=True):
         for index, page in enumerate(pages):
             storage[:, page].copy_(part[:, index])
+    if pool.after_copy_in is not None:
+        pool.after_copy_in(pages)

@@ -9,7 +9,7 @@ A page is free (on the free list, refcount 0) or held (refcount >= 1); requests 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -44,6 +44,7 @@ class PagedPool:
         storage: uint8 [num_layers, num_pages, page_size, row_bytes].
         index_layout: of the index keys; None without an index cache.
         index_storage: uint8 [num_index_layers, num_pages, page_size, index row_bytes]; None without.
+        after_copy_in: called with pages whose bytes came back from the host; None calls nothing.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PagedPool:
             self.index_storage = torch.zeros(
                 (num_index_layers, num_pages, page_size, index_layout.row_bytes), dtype=torch.uint8, device=device
             )
+        self.after_copy_in: Callable[[Sequence[int]], None] | None = None
         self._refcount = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
 
