@@ -279,6 +279,6 @@ class UncastMLAImpl(MLACommonImpl):
         fp8 = layout == "fp8_e4m3"
         scale = k_scale if fp8 and not skip_scale else None
         cache_writer(kv_cache.device.type).write(
-            kv_c_normed[:rows], k_pe[:rows].reshape(rows, -1), kv_cache.view(torch.uint8), slots, kv_layout=layout,
+            kv_c_normed[:rows], k_pe.squeeze(1)[:rows], kv_cache.view(torch.uint8), slots, kv_layout=layout,
             ckv_scale=scale, kpe_scale=scale, counters=write_counters(kv_cache.device).values if fp8 else None,
         )  # fmt: skip
