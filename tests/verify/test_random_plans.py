@@ -155,5 +155,7 @@ def test_500_random_plans_run_or_refuse() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_500_random_plans_run_or_refuse_on_a_gpu() -> None:
-    outcomes = check_plans("cuda", ["auto", "native", "gather_cast:native", "torch_cpu"], seed=6)
+    peers = ["flashinfer_fa2", "flashinfer_fa3", "flashmla", "flashinfer_xqa"]  # refused where they are not installed
+    wrapped = ["gather_cast:native", "pool_cast:native", "gather_cast:flashmla", "gather_cast:flashinfer_fa3"]
+    outcomes = check_plans("cuda", ["auto", "auto", "native", "native", "torch_cpu", *peers, *wrapped], seed=6)
     assert outcomes["verified"] >= 100 and outcomes["Refused"] > 0, outcomes

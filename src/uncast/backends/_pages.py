@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from uncast.attention import Refused
+from uncast.attention.contents import visible_rows
 from uncast.attention.problem import Problem
 
 
@@ -21,10 +25,44 @@ def tight_csr(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return indptr.to(problem.kv_indices.device), indices.contiguous()
 
 
-def common_q_len(problem: Problem) -> int | None:
-    """Query rows of every request where that is one number (1 without requests), else None. Syncs with a GPU."""
+def common_q_len(problem: Problem, name: str) -> int:
+    """Query rows of every request (1 without requests), for a backend that takes one number of them. Syncs with a GPU.
+
+    Raises:
+        Refused: requests have different numbers of rows, or `total_q` is more than they have; one sentence about `name`.
+    """
     lengths = set((problem.qo_indptr[1:] - problem.qo_indptr[:-1]).tolist())
-    return None if len(lengths) > 1 else int(max(lengths, default=1))
+    q_len = int(max(lengths, default=1))
+    if len(lengths) > 1:
+        raise Refused(
+            f"{name} needs the same number of queries in every request of a batch: plan requests of one q_len together, or "
+            "use native"
+        )
+    if problem.total_q != q_len * problem.batch_size:
+        raise Refused(
+            f"{name} needs all {problem.total_q} query rows to belong to a request, not {q_len * problem.batch_size}: give "
+            "the exact total_q, or use native"
+        )
+    return q_len
+
+
+def unseen_rows(problem: Problem) -> torch.Tensor | None:
+    """bool [total_q]: query rows that see no cached row, for which output 0 and LSE -inf are promised; None if all see one."""
+    visible = visible_rows(problem.qo_indptr.tolist(), problem.kv_len_arr.tolist(), problem.spec.causal)
+    if bool((visible > 0).all()):
+        return None
+    unseen = torch.zeros(problem.total_q, dtype=torch.bool)
+    unseen[: visible.shape[0]] = visible.cpu() <= 0
+    return unseen.to(problem.kv_len_arr.device)
+
+
+def clear_unseen(unseen: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Overwrites what a library left in rows of `unseen_rows`."""
+    if unseen is None:
+        return
+    out.masked_fill_(unseen[:, None, None], 0.0)
+    if lse is not None:
+        lse.masked_fill_(unseen[:, None], -math.inf)
 
 
 def block_table(problem: Problem, multiple: int = 1) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from uncast.attention.problem import Problem, ProblemSpec
 from uncast.backends._flashinfer import WORKSPACE_BYTES, FlashInferBackend, contiguous_or_new
-from uncast.backends._pages import tight_csr
+from uncast.backends._pages import clear_unseen, tight_csr, unseen_rows
 from uncast.latent.codec import Scale
 
 __all__ = ["WORKSPACE_BYTES", "FlashInferFa2", "FlashInferFa3"]
@@ -27,6 +27,7 @@ class _FlashAttention(FlashInferBackend):
         self._problem = problem
         if problem.total_q == 0:
             return
+        self._unseen = unseen_rows(problem)
         indptr, indices = tight_csr(problem)
         self._wrapper = self._plan_wrapper(
             problem,
@@ -69,6 +70,7 @@ class _FlashAttention(FlashInferBackend):
         )
         if target is not out:
             out.copy_(target)
+        clear_unseen(self._unseen, out, lse)
 
 
 class FlashInferFa2(_FlashAttention):

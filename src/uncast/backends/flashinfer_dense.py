@@ -20,10 +20,9 @@ from typing import ClassVar
 
 import torch
 
-from uncast.attention import Refused
 from uncast.attention.problem import Problem, ProblemError, ProblemSpec
 from uncast.backends._flashinfer import FlashInferBackend, contiguous_or_new
-from uncast.backends._pages import block_table, common_q_len
+from uncast.backends._pages import block_table, clear_unseen, common_q_len, unseen_rows
 from uncast.latent.codec import Scale
 
 TABLE_ROWS = 128
@@ -74,14 +73,8 @@ class DenseTableBackend(FlashInferBackend):
         self._problem = problem
         if problem.total_q == 0:
             return
-        q_len = common_q_len(problem)
-        if q_len is None:
-            raise Refused(
-                f"{self.name} needs the same number of queries in every request of a batch: plan requests of one q_len "
-                "together, or use native"
-            )
-        empty = problem.kv_len_arr == 0
-        self._empty = empty.repeat_interleave(q_len) if bool(empty.any()) else None
+        common_q_len(problem, self.name)
+        self._unseen = unseen_rows(problem)
         metadata = self._library.MLAPlanMetadata.dense(
             problem.qo_indptr, block_table(problem, TABLE_ROWS // problem.spec.page_size),
             problem.kv_len_arr.clamp_min(1),
@@ -113,14 +106,11 @@ class DenseTableBackend(FlashInferBackend):
             query=torch.cat([q_nope, q_pe], dim=-1), kv_cache=cache.view(torch.bfloat16), out=target, lse=base2,
             return_lse=base2 is not None,
         )  # fmt: skip
-        if self._empty is not None:
-            target.masked_fill_(self._empty[:, None, None], 0.0)
         if target is not out:
             out.copy_(target)
         if lse is not None and base2 is not None:
             lse.copy_(base2 if self._problem.spec.lse_base == "2" else base2 * math.log(2.0))
-            if self._empty is not None:
-                lse.masked_fill_(self._empty[:, None], -math.inf)
+        clear_unseen(self._unseen, out, lse)
 
 
 class FlashInferTrtllmGen(DenseTableBackend):

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from uncast.attention import Refused
 from uncast.attention.backend import Capability
 from uncast.attention.problem import Problem, ProblemSpec
-from uncast.backends._pages import block_table, common_q_len
+from uncast.backends._pages import block_table, clear_unseen, common_q_len, unseen_rows
 from uncast.backends._write import FusedWriter
 from uncast.latent.codec import Scale
 from uncast.numerics.e4m3 import E4M3_MAX
@@ -55,16 +54,10 @@ class FlashMLABackend(FusedWriter):
         return None
 
     def plan(self, problem: Problem) -> None:
-        q_len = common_q_len(problem)
-        if q_len is None:
-            raise Refused(
-                f"{self.name} needs the same number of queries in every request of a batch: plan requests of one q_len "
-                "together, or use native"
-            )
-        self._problem, self._q_len = problem, q_len
+        self._problem, self._q_len = problem, common_q_len(problem, self.name)
         if problem.total_q == 0:
             return
-        self._table = block_table(problem)
+        self._table, self._unseen = block_table(problem), unseen_rows(problem)
         self._schedule = self._make_schedule(problem)
 
     def _make_schedule(self, problem: Problem) -> Any:
@@ -99,12 +92,11 @@ class FlashMLABackend(FusedWriter):
         )  # fmt: skip
 
     def _store(self, result: torch.Tensor, row_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        dead = (self._problem.kv_len_arr == 0)[:, None, None, None]
-        out.copy_(result.masked_fill(dead, 0.0).view(out.shape))
+        out.copy_(result.view(out.shape))
         if lse is not None:
             base = 1.0 if self._problem.spec.lse_base == "e" else 1.0 / math.log(2.0)
-            rows = row_lse.transpose(1, 2).reshape(lse.shape) * base
-            lse.copy_(rows.masked_fill(dead.expand(-1, self._q_len, 1, 1).reshape(-1, 1), -math.inf))
+            lse.copy_(row_lse.transpose(1, 2).reshape(lse.shape) * base)
+        clear_unseen(self._unseen, out, lse)
 
 
 class FlashMLALossyQ(FlashMLABackend):
