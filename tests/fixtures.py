@@ -45,6 +45,17 @@ DEEPSEEK: dict[str, Any] = {
     "rope_parameters": yarn(10000.0, 40.0, 1.0),
     "max_position_embeddings": 163840,
 }
+INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 32, "index_head_dim": 128}
+"""Fewer than 16 heads make whole scores exactly 0, and the choice among them depends on the kernel."""
+GLM_DSA: dict[str, Any] = {
+    **COMMON,
+    **INDEXER,
+    "model_type": "glm_moe_dsa",
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 V2 = {**DEEPSEEK, "model_type": "deepseek_v2", "n_shared_experts": 2, "rope_parameters": yarn(10000.0, 40.0, 0.707)}
 V3 = {**DEEPSEEK, "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -87,6 +98,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
         "dim_model_base": 64,
     },
+    "glm_moe_dsa": GLM_DSA,
+    "glm_moe_dsa_52": {
+        **GLM_DSA,
+        "index_topk_freq": 2,
+        "index_skip_topk_offset": 3,
+        "head_dim": 192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
+    },
+    "deepseek_v32": {**V3, "model_type": "deepseek_v32", **INDEXER},
 }
 UNREGISTERED = ("kimi_k2",)
 """Families that transformers has no name for: built as a `deepseek_v3`, `model_type` rewritten in config.json."""

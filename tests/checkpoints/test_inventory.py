@@ -27,25 +27,12 @@ def test_a_configuration_implies_the_tensors_that_transformers_writes(family: st
     build_hf(family, tmp_path, max_shard_size="300KB", num_hidden_layers=3)
     stored = read_headers(tmp_path)
     config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
-    implied = implied_tensors(config, 0, 0, set(), {})
+    implied = implied_tensors(config, {})
     assert {t.name: t.shape for t in implied} == {t.name: t.shape for t in stored}
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) > 1
     total = sum(file.stat().st_size - header_bytes(file) for file in files)
     assert sum(t.nbytes for t in stored) == total == sum(m.nbytes for m in modules(stored, 3))
-
-
-def test_an_indexer_is_implied_as_transformers_writes_it(tmp_path: Path) -> None:
-    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
-
-    fields = {k: v for k, v in FAMILIES["glm4_moe_lite"].items() if k != "model_type"}
-    config = GlmMoeDsaConfig(
-        **{**fields, "num_hidden_layers": 3, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 16}
-    )
-    GlmMoeDsaForCausalLM(config).save_pretrained(tmp_path)
-    raw = {**json.loads((tmp_path / "config.json").read_text()), "model_type": "glm4_moe_lite"}
-    implied = implied_tensors(ModelConfig.from_hf(raw), 4, 128, {0, 1, 2}, {})
-    assert {t.name: t.shape for t in implied} == {t.name: t.shape for t in read_headers(tmp_path)}
 
 
 def parts(**tensors: tuple[str, tuple[int, ...]]) -> list[Tensor]:
@@ -101,7 +88,7 @@ def test_nvfp4_settings_are_followed_with_their_exclusions() -> None:
     raw: dict[str, Any] = {**FAMILIES["deepseek_v3"], "num_hidden_layers": 3, "rms_norm_eps": 1e-6}
     config = ModelConfig.from_hf(raw)
     settings = {"quant_algo": "NVFP4", "exclude_modules": ["*self_attn*", "model.layers.1.mlp*"]}
-    found = modules(implied_tensors(config, 0, 0, set(), settings), 3)
+    found = modules(implied_tensors(config, settings), 3)
     by_format = {(m.layer, m.part): m.format for m in found if m.layer is not None}
     assert by_format[1, "attention"] == by_format[2, "attention"] == "BF16"
     assert by_format[1, "experts"] == "BF16" and by_format[2, "experts"] == "NVFP4" and by_format[2, "router"] == "BF16"

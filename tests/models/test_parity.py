@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.fixtures import FAMILIES, build_hf
-from tests.models.helpers import HF_LATENT_EPS, Chunk, ragged_step, relative, step
+from tests.models.helpers import HF_LATENT_EPS, Chunk, fp32_pool, ragged_step, relative, step
 from uncast.checkpoints.load import load_model
-from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
 from uncast.models.config import ModelConfig
 from uncast.models.decoder import MLADecoder
@@ -33,9 +32,7 @@ class Pair:
     reference: Any
 
     def pool(self, num_pages: int, page_size: int = 8) -> PagedPool:
-        config = self.ours.config
-        layout = row_layout("fp32", config.kv_lora_rank, config.qk_rope_head_dim)
-        return PagedPool(layout, num_layers=config.num_layers, num_pages=num_pages, page_size=page_size)
+        return fp32_pool(self.ours.config, num_pages, page_size)
 
     def ids(self, count: int, seed: int = 1) -> torch.Tensor:
         return torch.randint(0, self.ours.config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed))

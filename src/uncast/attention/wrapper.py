@@ -65,9 +65,18 @@ class MLAPagedAttention:
         Raises:
             ProblemError: called before `plan`.
         """
+        return self.problem.spec.kv_layout
+
+    @property
+    def problem(self) -> Problem:
+        """The planned problem.
+
+        Raises:
+            ProblemError: called before `plan`.
+        """
         if self._plan is None:
-            raise ProblemError("no layout is known before plan()")
-        return self._plan.problem.spec.kv_layout
+            raise ProblemError("no problem is known before plan()")
+        return self._plan.problem
 
     def plan(
         self,

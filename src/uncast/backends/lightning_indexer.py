@@ -10,6 +10,7 @@ through the rounding of a matrix product, and on no other request.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -61,6 +62,19 @@ def select_tokens(
             scores.masked_fill_(torch.arange(most) >= seen[:, None], -math.inf)
             indices[rows] = choose(scores, seen, spec.topk)
     return indices
+
+
+def keys_read(problem: Problem, heads: int) -> int:
+    """How many stored keys `select_tokens` reads for `problem` and `heads`: a tile of queries reads all that its last one sees,
+    or none if that is at most topk."""
+    starts, step = problem.qo_indptr.tolist(), max(1, QUERY_ROWS // heads)
+    visible = visible_rows(starts, problem.kv_len_arr.tolist(), problem.spec.causal)
+    most = [
+        int(visible[begin : min(begin + step, last)].max())
+        for first, last in pairwise(starts)
+        for begin in range(first, last, step)
+    ]
+    return sum(count for count in most if count > problem.spec.topk)
 
 
 def choose(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:

@@ -7,20 +7,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from uncast.checkpoints.inventory import Tensor, place
-from uncast.models.config import ModelConfig
+from uncast.models.config import IndexerConfig, ModelConfig
 
 BLOCK = 128
 _PLAIN = ("embedding", "LM head", "router", "norms", "MTP")
 """Parts that FP8 and NVFP4 checkpoints of MLA models leave in 16 bits, whatever their settings list."""
 
 
-def implied_tensors(
-    config: ModelConfig, index_heads: int, index_head_dim: int, full_layers: set[int], settings: Mapping[str, Any]
-) -> list[Tensor]:
+def implied_tensors(config: ModelConfig, settings: Mapping[str, Any]) -> list[Tensor]:
     """Names, dtypes and shapes in Hugging Face's spelling; without multi-token prediction layers.
 
     Args:
-        full_layers: layers that have an indexer.
         settings: of quantisation, see `uncast.checkpoints.inventory.quantization`. FP8 in blocks and NVFP4 with its excluded
             modules are followed; any other method counts as BF16.
     """
@@ -31,10 +28,10 @@ def implied_tensors(
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         linear = dict(_attention(config, prefix))
-        if index in full_layers:
-            linear.update(_indexer(config, index_heads, index_head_dim, prefix))
+        if config.indexer is not None and index in config.indexer.full_layers:
+            linear.update(_indexer(config, config.indexer, prefix))
             norm = f"{prefix}self_attn.indexer.k_norm."
-            tensors += [Tensor(norm + part, "BF16", (index_head_dim,)) for part in ("weight", "bias")]
+            tensors += [Tensor(norm + part, "BF16", (config.indexer.head_dim,)) for part in ("weight", "bias")]
         linear.update(_mlp(config, index, prefix))
         for name, shape in linear.items():
             tensors.extend(_stored(name, shape, config.num_layers, settings))
@@ -61,11 +58,11 @@ def _attention(c: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, in
     yield at + "o_proj", (c.hidden_size, c.num_heads * c.v_head_dim)
 
 
-def _indexer(c: ModelConfig, heads: int, dim: int, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
+def _indexer(c: ModelConfig, indexer: IndexerConfig, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
     at = prefix + "self_attn.indexer."
-    yield at + "wq_b", (heads * dim, c.q_lora_rank or c.hidden_size)
-    yield at + "wk", (dim, c.hidden_size)
-    yield at + "weights_proj", (heads, c.hidden_size)
+    yield at + "wq_b", (indexer.num_heads * indexer.head_dim, c.q_lora_rank or c.hidden_size)
+    yield at + "wk", (indexer.head_dim, c.hidden_size)
+    yield at + "weights_proj", (indexer.num_heads, c.hidden_size)
 
 
 def _mlp(c: ModelConfig, index: int, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:

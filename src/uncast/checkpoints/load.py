@@ -13,6 +13,7 @@ from uncast.checkpoints.generation import read_generation_config
 from uncast.checkpoints.source import SafetensorsSource
 from uncast.models.config import ConfigError, ModelConfig
 from uncast.models.decoder import Layer, MLADecoder, MLAWeights
+from uncast.models.indexer import IndexerWeights
 from uncast.models.layers import MLP, MoE
 
 Progress = Callable[[int, int], None]
@@ -81,12 +82,12 @@ class _Loader:
         mlp = self.mlp(prefix + "mlp.", config.intermediate_size) if config.mlp_kinds[index] == "dense" else None
         return Layer(
             input_norm=self.get(prefix + "input_layernorm.weight", config.hidden_size),
-            attention=self.attention(prefix + "self_attn."),
+            attention=self.attention(prefix + "self_attn.", index),
             post_norm=self.get(prefix + "post_attention_layernorm.weight", config.hidden_size),
             mlp=mlp if mlp is not None else self.moe(prefix + "mlp."),
         )
 
-    def attention(self, prefix: str) -> MLAWeights:
+    def attention(self, prefix: str, index: int) -> MLAWeights:
         c, hidden = self.config, self.config.hidden_size
         query_rows = c.num_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
         q_a = q_a_norm = None
@@ -111,6 +112,25 @@ class _Loader:
             o=self.get(prefix + "o_proj.weight", hidden, c.num_heads * c.v_head_dim),
             ckv_scale=k_scale,
             kpe_scale=k_scale,
+            indexer=self.indexer(prefix + "indexer.", index),
+        )
+
+    def indexer(self, prefix: str, index: int) -> IndexerWeights | None:
+        """Of a full layer; the head weights stay in float32."""
+        c, rank = self.config.indexer, self.config.q_lora_rank
+        if c is None or index not in c.full_layers:
+            return None
+        assert rank is not None
+        head_weights = self.get(
+            prefix + "weights_proj.weight", c.num_heads, self.config.hidden_size, dtype=torch.float32
+        )
+        return IndexerWeights(
+            q_b=self.get(prefix + "wq_b.weight", c.num_heads * c.head_dim, rank),
+            k=self.get(prefix + "wk.weight", c.head_dim, self.config.hidden_size),
+            k_norm=self.get(prefix + "k_norm.weight", c.head_dim),
+            k_norm_bias=self.get(prefix + "k_norm.bias", c.head_dim),
+            weights=head_weights,
+            layer=c.full_layers.index(index),
         )
 
     def mlp(self, prefix: str, intermediate: int) -> MLP:

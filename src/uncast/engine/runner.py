@@ -12,11 +12,17 @@ from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
 from uncast.engine.batch import Batch
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
+from uncast.engine.step_bytes import StepBytes, step_bytes
 from uncast.latent.codec import new_counters
+from uncast.latent.index_keys import IndexLayout, index_layout, matching_layout
 from uncast.latent.layouts import RowLayout, row_layout
 from uncast.latent.pool import PagedPool
+from uncast.models.config import ModelConfig
 from uncast.models.decoder import ForwardBatch, MLADecoder
+from uncast.models.indexer import IndexCache
 from uncast.verify.probe import probe_combination
+
+__all__ = ["ModelRunner", "RunnerError", "Sequence", "StepBytes"]
 
 _NO_MEMORY = ("allocate memory", "out of memory", "overflow", "Overflow")
 
@@ -33,40 +39,43 @@ class Sequence:
     cached: int = 0
 
 
-@dataclass(frozen=True)
-class StepBytes:
-    """Cache bytes of one step over all layers.
-
-    Attributes:
-        needed: rows that attention must read once for each sequence.
-        read, written: what the backend read of the cache and of copies, and wrote of copies.
-        pool_cast: what casting the whole pool to BF16 once per layer would have read and written; 0 if it is not FP8.
-    """
-
-    needed: int
-    read: int
-    written: int
-    pool_cast: int
-
-
 class RunnerError(RuntimeError):
     """The runner cannot be set up for this model, layout or backend; one sentence."""
 
 
-def _pool(layout: RowLayout, num_layers: int, num_pages: int, page_size: int, device: torch.device) -> PagedPool:
-    """A pool.
+def _pool(
+    config: ModelConfig,
+    layout: RowLayout,
+    num_pages: int,
+    page_size: int,
+    device: torch.device,
+    keys: IndexLayout | None,
+) -> PagedPool:
+    """A pool for the model's rows and, with an indexer, its keys.
 
     Raises:
         RunnerError: it does not fit into memory.
     """
     try:
-        return PagedPool(layout, num_layers=num_layers, num_pages=num_pages, page_size=page_size, device=device)
+        return PagedPool(
+            layout,
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            device=device,
+            index_layout=keys,
+            num_index_layers=0 if config.indexer is None else len(config.indexer.full_layers),
+        )
     except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
         # torch has a class for this on a GPU only, and refuses sizes beyond 64 bits in several ways.
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in _NO_MEMORY):
             raise
         tokens = num_pages * page_size
         raise RunnerError(f"a KV pool of {tokens} tokens does not fit into memory: ask for fewer") from None
+
+
+def _index_layout(name: str, rows: RowLayout, head_dim: int) -> IndexLayout:
+    return matching_layout(rows, head_dim) if name == "auto" else index_layout(name, head_dim)
 
 
 class ModelRunner:
@@ -87,8 +96,12 @@ class ModelRunner:
         num_pages: int,
         page_size: int = 64,
         deterministic: bool = False,
+        index_layout_name: str = "auto",
     ) -> None:
         """Builds the pool and probes decode and extend of its own shapes.
+
+        Args:
+            index_layout_name: of the indexer's keys, if the model has one; `auto` goes with `kv_layout`.
 
         Raises:
             LayoutError, Refused, UnknownBackend: layout or backend cannot serve this model.
@@ -98,12 +111,13 @@ class ModelRunner:
         config = model.config
         layout = row_layout(kv_layout, config.kv_lora_rank, config.qk_rope_head_dim)
         self.model, self.page_size, self.deterministic = model, page_size, deterministic
-        self.pool = _pool(layout, config.num_layers, num_pages, page_size, model.device)
+        keys = None if config.indexer is None else _index_layout(index_layout_name, layout, config.indexer.head_dim)
+        self.pool = _pool(config, layout, num_pages, page_size, model.device, keys)
         self.attention = MLAPagedAttention(attention_backend)
         self.counters = new_counters(model.device)
         self._decoder = with_fixed_rows(model) if deterministic else model
         self._plans: list[AttentionPlan] = []
-        self._rows_needed = 0
+        self._chunks: list[tuple[int, int]] = []
         self.attention_backend = self._warm_up()
 
     def _warm_up(self) -> str:
@@ -119,11 +133,13 @@ class ModelRunner:
             device=self.model.device.type,
             batch_invariant=self.deterministic,
         )
-        name = self.attention.resolve(spec)
-        for max_q_len in (1,) if self.deterministic else (1, 8):
-            result = probe_combination(name, replace(spec, max_q_len=max_q_len))
-            if not result.verified:
-                raise RunnerError(result.reason)
+        topk = 0 if config.indexer is None else config.indexer.topk
+        name = self.attention.resolve(replace(spec, topk=topk))
+        for wanted in {topk} if self.deterministic else {0, topk}:
+            for max_q_len in (1,) if self.deterministic else (1, 8):
+                result = probe_combination(name, replace(spec, max_q_len=max_q_len, topk=wanted))
+                if not result.verified:
+                    raise RunnerError(result.reason)
         if self.deterministic:
             self._check_fixed_rows()
         return name
@@ -156,7 +172,7 @@ class ModelRunner:
             logits = [self._forward(batch, self.pool) for batch in batches]
         for sequence, count in chunks:
             sequence.cached += count
-        self._rows_needed = sum(sequence.cached for sequence, _ in chunks)
+        self._chunks = [(sequence.cached, count) for sequence, count in chunks]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def run_batch(self, batch: Batch) -> None:
@@ -172,15 +188,15 @@ class ModelRunner:
         """
         if not self._plans:
             raise RunnerError("no step was run yet")
-        layers, layout = self.model.config.num_layers, self.pool.layout
-        rows = self.pool.num_pages * self.page_size
-        bf16 = row_layout("bf16", layout.kv_lora_rank, layout.qk_rope_head_dim).row_bytes
-        return StepBytes(
-            needed=self._rows_needed * layout.row_bytes * layers,
-            read=sum(plan.bytes_read for plan in self._plans) * layers,
-            written=sum(plan.bytes_written for plan in self._plans) * layers,
-            pool_cast=layers * rows * (layout.row_bytes + bf16) if layout.is_fp8 else 0,
-        )
+        return step_bytes(self.model.config, self.pool, self._plans, self._chunks)
+
+    def _topk(self, batch: Batch) -> int:
+        """0 where no request has more tokens than it may select: dense attention is the same then, and faster. In deterministic
+        mode a row's code must not depend on its batch, so that every step is sparse."""
+        indexer = self.model.config.indexer
+        if indexer is None or (not self.deterministic and max(batch.kv_lens) <= indexer.topk):
+            return 0
+        return indexer.topk
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         return sequence.pages[position // self.page_size] * self.page_size + position % self.page_size
@@ -232,8 +248,12 @@ class ModelRunner:
             total_q=batch.ends[-1],
             num_pages=pool.num_pages,
             batch_invariant=self.deterministic,
+            topk=self._topk(batch),
         )
         self._plans.append(plan)
+        index = None
+        if pool.index_storage is not None and pool.index_layout is not None:
+            index = IndexCache(pool.index_storage, pool.index_layout)
         whole = self.deterministic and bool(batch.wanted)
         logits = self._decoder.forward(
             ForwardBatch(
@@ -246,19 +266,15 @@ class ModelRunner:
                 logit_rows=torch.tensor(
                     list(range(ROW_TILE)) if whole else batch.wanted, dtype=torch.int64, device=device
                 ),
+                index=index,
             )
         )
         return logits[torch.tensor(batch.wanted, device=device)] if whole else logits
 
     def _check_fixed_rows(self) -> None:
         """Raises `RunnerError` if a row's logits depend on its place in the tile or on its neighbours."""
-        pool = PagedPool(
-            self.pool.layout,
-            num_layers=self.pool.num_layers,
-            num_pages=ROW_TILE,
-            page_size=self.page_size,
-            device=self.model.device,
-        )
+        config, pool = self.model.config, self.pool
+        pool = _pool(config, pool.layout, ROW_TILE, self.page_size, self.model.device, pool.index_layout)
         sequences = [Sequence([i * 7919 % self.model.config.vocab_size], [i]) for i in range(ROW_TILE)]
         together = self._forward(self._tiles([(s, 1) for s in sequences], False)[0], pool)
         for order in (range(ROW_TILE - 1, -1, -1), range(0, ROW_TILE, 3), range(1, ROW_TILE, 2), [ROW_TILE - 1]):

@@ -12,13 +12,7 @@ from uncast.checkpoints.files import CheckpointError, read_json
 from uncast.checkpoints.implied import implied_tensors, is_nvfp4
 from uncast.checkpoints.inventory import Module, modules, quantization, read_headers
 from uncast.engine.footprint import SparseShape
-from uncast.models.config import SUPPORTED, ConfigError, ModelConfig
-from uncast.models.fields import Fields
-
-_DENSE_TWIN = {"glm_moe_dsa": "glm4_moe_lite", "deepseek_v32": "deepseek_v3"}
-"""Families whose shapes, but for the indexer, are those of another one."""
-_FULL_OFFSET = 2
-"""transformers' default of `index_skip_topk_offset`."""
+from uncast.models.config import ConfigError, IndexerConfig, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -79,18 +73,15 @@ def survey(folder: Path) -> Survey:
         raise CheckpointError(f"{folder} is not a folder with a model in it")
     raw = read_json(folder / "config.json")
     try:
-        kind = raw.get("model_type")
-        twin = _DENSE_TWIN.get(kind, kind) if isinstance(kind, str) and kind not in SUPPORTED else kind
-        config = ModelConfig.from_hf({**raw, "model_type": twin})
-        sparse = _sparse(Fields(raw, "config.json"), config.num_layers)
+        config = ModelConfig.from_hf(raw)
+        sparse = _sparse(config.indexer)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     settings, notes = quantization(raw, folder), []
     tensors = read_headers(folder)
     stored = bool(tensors)
     if not stored:
-        heads, dim, full = (sparse.heads, sparse.head_dim, set(sparse.full_layers)) if sparse else (0, 0, set())
-        tensors = implied_tensors(config, heads, dim, full, settings)
+        tensors = implied_tensors(config, settings)
         notes.append(f"no weights in this folder: bytes are implied by config.json, {_assumed(settings)}")
     found = modules(tensors, config.num_layers)
     if not any(module.part == "attention" for module in found):
@@ -98,22 +89,13 @@ def survey(folder: Path) -> Survey:
     scales = len({module.layer for module in found if module.format == "KV scale"})
     if scales == 0 and _fp8_cache(settings):
         notes.append("the checkpoint asks for an FP8 KV cache but holds no scale for it: engines then use 1.0")
-    return Survey(folder, str(kind), config, sparse, found, stored, scales, tuple(notes))
+    return Survey(folder, config.model_type, config, sparse, found, stored, scales, tuple(notes))
 
 
-def _sparse(fields: Fields, num_layers: int) -> SparseShape | None:
-    """The indexer of a configuration that has one; for GLM-5.2 "shared" layers have none of their own."""
-    if "index_topk" not in fields:
+def _sparse(indexer: IndexerConfig | None) -> SparseShape | None:
+    if indexer is None:
         return None
-    if "indexer_types" in fields:
-        kinds = fields.choices("indexer_types", num_layers, ("full", "shared"))
-        full = [index for index, kind in enumerate(kinds) if kind == "full"]
-    else:
-        every = fields.integer("index_topk_freq", 1)
-        offset = fields.integer("index_skip_topk_offset", _FULL_OFFSET, low=0)
-        full = [index for index in range(num_layers) if max(index - offset + 1, 0) % every == 0]
-    heads, dim = fields.integer("index_n_heads"), fields.integer("index_head_dim")
-    return SparseShape(heads, dim, fields.integer("index_topk"), tuple(full))
+    return SparseShape(indexer.num_heads, indexer.head_dim, indexer.topk, indexer.full_layers)
 
 
 def _assumed(settings: Mapping[str, Any]) -> str:

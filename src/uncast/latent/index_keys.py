@@ -21,7 +21,7 @@ from functools import cache as cached
 
 import torch
 
-from uncast.latent.layouts import LayoutError
+from uncast.latent.layouts import LayoutError, RowLayout
 from uncast.numerics import e4m3
 from uncast.numerics.ue8m0 import ceil_pow2
 
@@ -77,6 +77,13 @@ def index_layout(name: str, head_dim: int = 128) -> IndexLayout:
             f"an fp8 index cache needs keys of a multiple of {INDEX_TILE} channels, not {head_dim}: use bf16"
         )
     return IndexLayout(name, head_dim, head_dim, head_dim // INDEX_TILE)
+
+
+def matching_layout(rows: RowLayout, head_dim: int) -> IndexLayout:
+    """The layout of keys beside latent rows of `rows`: `fp8` beside FP8 ones where the keys fit it, else of the rows' dtype."""
+    if rows.is_fp8:
+        return index_layout("bf16" if head_dim % INDEX_TILE else "fp8", head_dim)
+    return index_layout(rows.name, head_dim)
 
 
 def key_scales(keys: torch.Tensor) -> torch.Tensor:

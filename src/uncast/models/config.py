@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from uncast.models.fields import ConfigError, Fields
+from uncast.models.indexer_config import IndexerConfig
 from uncast.models.rope import RopeConfig
 
-__all__ = ["SUPPORTED", "ConfigError", "MoEConfig", "ModelConfig"]
+__all__ = ["SUPPORTED", "ConfigError", "IndexerConfig", "MoEConfig", "ModelConfig"]
 
-SUPPORTED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3")
+SUPPORTED = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "minicpm3")
 _MLP_KINDS = {"dense": "dense", "sparse": "sparse", "moe": "sparse"}
 _DENSE = ("minicpm3",)
 _SOFTMAX_ROUTED = ("deepseek_v2",)
@@ -54,6 +55,7 @@ class ModelConfig:
         stop_token_ids: ids that end generation.
         embed_scale, residual_scale, logit_scale: MiniCPM's factors on the embedding, on each residual branch
             (scale_depth / sqrt(layers)) and on the hidden state before the LM head (dim_model_base / hidden_size).
+        indexer: of sparse attention; None attends to every token.
     """
 
     model_type: str
@@ -79,6 +81,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    indexer: IndexerConfig | None = None
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], *, latent_norm_eps: float | None = None) -> ModelConfig:
@@ -127,6 +130,7 @@ class ModelConfig:
             tie_word_embeddings=reader.boolean("tie_word_embeddings", model_type == "minicpm3"),
             max_position_embeddings=min(reader.integer("max_position_embeddings"), rope.max_position or 2**31 - 1),
             stop_token_ids=reader.integers("eos_token_id", low=0, high=vocab_size - 1),
+            indexer=IndexerConfig.from_hf(reader, model_type, num_layers, rope_dim),
             **scales,
         )
 

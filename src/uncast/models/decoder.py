@@ -6,13 +6,14 @@ Per layer, with W_UK [heads, nope, rank] and W_UV [heads, v, rank] cut from kv_b
     q_nope = q[:nope] W_UK, q_pe = rope(q[nope:])               absorbed query, one 576-wide dot product per head
     out = W_UV attention(q_nope, q_pe, cache), y = o_proj(out)
 
-Chunks of a prompt go un-absorbed where that is cheaper: see `uncast.models.unabsorbed`.
+Chunks of a prompt go un-absorbed where that is cheaper: see `uncast.models.unabsorbed`. A model with an indexer attends to the
+tokens that it selects (`uncast.models.indexer`); in a step that is planned dense its keys are stored and nothing is selected.
 Source: DeepSeek-V2 (arXiv 2405.04434) section 2.1 and appendix C.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from uncast.attention import MLAPagedAttention
 from uncast.latent.codec import Scale
 from uncast.models.config import ModelConfig
+from uncast.models.indexer import IndexCache, Indexer, IndexerWeights
 from uncast.models.layers import MLP, MoE, rms_norm
 from uncast.models.rope import Rope
 from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, attend_chunks, split_prefill
@@ -33,6 +35,7 @@ class MLAWeights:
         q_a [q_lora_rank, hidden], q_a_norm [q_lora_rank], q_b [heads * (nope + rope), q_lora_rank or hidden],
         kv_a [rank + rope, hidden], kv_a_norm [rank], w_uk [heads, nope, rank], w_uv [heads, v, rank], o [hidden, heads * v].
         ckv_scale, kpe_scale: the checkpoint's k_scale, used by layout `fp8_e4m3`.
+        indexer: of a full layer of sparse attention.
     """
 
     q_a: torch.Tensor | None
@@ -45,6 +48,7 @@ class MLAWeights:
     o: torch.Tensor
     ckv_scale: Scale = None
     kpe_scale: Scale = None
+    indexer: IndexerWeights | None = None
 
 
 @dataclass
@@ -64,10 +68,12 @@ class ForwardBatch:
     Attributes:
         token_ids, positions: int64 [n].
         slot_mapping: int64 [n], where each token's row goes; negative skips.
-        attention: planned for these n query rows.
+        attention: planned for these n query rows; for a model with an indexer with its topk, or dense if no request has more
+            cached tokens than that.
         cache: uint8 [num_layers, num_pages, page_size, row_bytes].
         counters: int64 [3] or None, see `uncast.latent.codec.new_counters`.
         logit_rows: int64 [m], the rows whose logits are wanted.
+        index: the index cache of a model with an indexer.
     """
 
     token_ids: torch.Tensor
@@ -77,6 +83,17 @@ class ForwardBatch:
     cache: torch.Tensor
     counters: torch.Tensor | None
     logit_rows: torch.Tensor
+    index: IndexCache | None = None
+
+
+@dataclass
+class _Step:
+    """What the layers of one step share; `indices` is what the last full layer selected."""
+
+    batch: ForwardBatch
+    angles: tuple[torch.Tensor, torch.Tensor]
+    split: PrefillSplit | None
+    indices: torch.Tensor | None = None
 
 
 class MLADecoder:
@@ -100,6 +117,10 @@ class MLADecoder:
         self.config, self.prefill = config, prefill
         self.embed, self.layers, self.final_norm, self.lm_head = embed, layers, final_norm, lm_head
         self.rope = Rope(config.rope, embed.device)
+        self.indexer: Indexer | None = None
+        if config.indexer is not None:
+            rope = replace(config.rope, interleaved=config.indexer.interleaved)
+            self.indexer = Indexer(config.indexer, Rope(rope, embed.device))
 
     @property
     def device(self) -> torch.device:
@@ -114,27 +135,20 @@ class MLADecoder:
         """Logits float32 [m, vocab] of `batch.logit_rows`; the batch's rows are in the cache afterwards."""
         config = self.config
         hidden = _scaled(F.embedding(batch.token_ids, self.embed), config.embed_scale)
-        angles = self.rope.angles(batch.positions)
         eps, branch = config.rms_norm_eps, config.residual_scale
         split = split_prefill(config, self.prefill, batch.attention)
+        step = _Step(batch, self.rope.angles(batch.positions), split)
         for index, layer in enumerate(self.layers):
             normed = rms_norm(hidden, layer.input_norm, eps)
-            attended = self._attend(layer.attention, normed, angles, batch, batch.cache[index], split)
+            attended = self._attend(layer.attention, normed, batch.cache[index], step)
             hidden = hidden + _scaled(attended, branch)
             hidden = hidden + _scaled(layer.mlp(rms_norm(hidden, layer.post_norm, eps)), branch)
         wanted = _scaled(rms_norm(hidden[batch.logit_rows], self.final_norm, eps), config.logit_scale)
         return F.linear(wanted, self.lm_head).to(torch.float32)
 
-    def _attend(
-        self,
-        weights: MLAWeights,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        cache: torch.Tensor,
-        split: PrefillSplit | None,
-    ) -> torch.Tensor:
+    def _attend(self, weights: MLAWeights, x: torch.Tensor, cache: torch.Tensor, step: _Step) -> torch.Tensor:
         config, tokens = self.config, x.shape[0]
+        batch, angles = step.batch, step.angles
         scaled = batch.attention.kv_layout == "fp8_e4m3"
         ckv_scale, kpe_scale = (weights.ckv_scale, weights.kpe_scale) if scaled else (None, None)
         row = F.linear(x, weights.kv_a)
@@ -145,16 +159,31 @@ class MLADecoder:
             ckv, kpe, cache, batch.slot_mapping, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=batch.counters
         )
 
+        c_q = x
         if weights.q_a is not None and weights.q_a_norm is not None:
-            x = rms_norm(F.linear(x, weights.q_a), weights.q_a_norm, config.latent_norm_eps)
-        query = F.linear(x, weights.q_b).view(tokens, config.num_heads, -1)
+            c_q = rms_norm(F.linear(x, weights.q_a), weights.q_a_norm, config.latent_norm_eps)
+        if self.indexer is not None and weights.indexer is not None:
+            step.indices = self._select(self.indexer, weights.indexer, x, c_q, step)
+        query = F.linear(c_q, weights.q_b).view(tokens, config.num_heads, -1)
         q_nope, q_pe = query[..., : config.qk_nope_head_dim], query[..., config.qk_nope_head_dim :]
         q_pe, scales = self.rope.rotate(q_pe, angles), (ckv_scale, kpe_scale)
-        if split is None:
-            values = _absorbed(weights, q_nope, q_pe, cache, batch.attention, scales)
+        if step.split is None:
+            values = _absorbed(weights, q_nope, q_pe, cache, batch.attention, scales, step.indices)
         else:
-            values = _by_chunk(config, weights, q_nope, q_pe, cache, split, scales)
+            values = _by_chunk(config, weights, q_nope, q_pe, cache, step.split, scales)
         return F.linear(values.reshape(tokens, -1), weights.o)
+
+    def _select(
+        self, indexer: Indexer, weights: IndexerWeights, x: torch.Tensor, c_q: torch.Tensor, step: _Step
+    ) -> torch.Tensor | None:
+        """Stores the layer's keys; what its queries attend to, None in a dense step."""
+        batch, problem = step.batch, step.batch.attention.problem
+        if batch.index is None:
+            raise ValueError("this model has an indexer: give ForwardBatch its index cache")
+        indexer.store(weights, x, step.angles, batch.index, batch.slot_mapping)
+        if problem.spec.topk == 0:
+            return None
+        return indexer.select(weights, x, c_q, step.angles, batch.index, problem)
 
 
 def _absorbed(
@@ -164,10 +193,11 @@ def _absorbed(
     cache: torch.Tensor,
     attention: MLAPagedAttention,
     scales: tuple[Scale, Scale],
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Values [n, heads, v] of queries [n, heads, nope] and [n, heads, rope] that `attention` is planned for."""
     absorbed = torch.bmm(q_nope.transpose(0, 1), weights.w_uk).transpose(0, 1)
-    latent = attention.run(absorbed, q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1])
+    latent = attention.run(absorbed, q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1], indices=indices)
     assert isinstance(latent, torch.Tensor)
     return torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
 

@@ -70,7 +70,7 @@ def goes_unabsorbed(config: ModelConfig, mode: str, q_len: int, kv_len: int, dev
 
 
 def split_prefill(config: ModelConfig, mode: str, attention: MLAPagedAttention) -> PrefillSplit | None:
-    """Splits a planned step; None if every request is absorbed.
+    """Splits a planned step; None if every request is absorbed, as in sparse attention.
 
     On a GPU lengths come to the host (one sync a step), but only where the bounds known there allow an un-absorbed chunk.
     """
@@ -78,7 +78,13 @@ def split_prefill(config: ModelConfig, mode: str, attention: MLAPagedAttention) 
     if mode == "absorbed" or plan is None:
         return None
     problem, spec = plan.problem, plan.problem.spec
-    if spec.max_q_len == 1 or spec.batch_invariant or not spec.causal or not _can(config, plan.backend, spec):
+    if (
+        spec.max_q_len == 1
+        or spec.batch_invariant
+        or spec.topk
+        or not spec.causal
+        or not _can(config, plan.backend, spec)
+    ):
         return None
     if mode == "auto" and not may_prefer_unabsorbed(head_dims(config), spec.max_q_len, problem.max_kv_len, spec.device):
         return None

@@ -1,0 +1,62 @@
+"""Cache bytes of a step: what its sequences need, and what was read and written for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from uncast.attention import AttentionPlan
+from uncast.backends.lightning_indexer import keys_read
+from uncast.latent.layouts import row_layout
+from uncast.latent.pool import PagedPool
+from uncast.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Cache bytes of one step over all layers.
+
+    Attributes:
+        needed: what attention must read once for each sequence: its rows or, of sparse attention, those that its queries can
+            select, and the index keys to select by.
+        read, written: what the backend read of the cache and of copies, and wrote of copies.
+        pool_cast: what casting the whole pool to BF16 once per layer would have read and written; 0 if it is not FP8.
+    """
+
+    needed: int
+    read: int
+    written: int
+    pool_cast: int
+
+
+def step_bytes(
+    config: ModelConfig, pool: PagedPool, plans: Seq[AttentionPlan], chunks: Seq[tuple[int, int]]
+) -> StepBytes:
+    """Of a step of these plans whose sequences had (cached, count): cached rows after it, the last `count` of them new."""
+    layers, layout = config.num_layers, pool.layout
+    sparse = any(plan.problem.spec.topk for plan in plans)
+    bf16 = row_layout("bf16", layout.kv_lora_rank, layout.qk_rope_head_dim).row_bytes
+    rows = pool.num_pages * pool.page_size
+    return StepBytes(
+        needed=sum(_needed(config, pool, cached, count, sparse) for cached, count in chunks),
+        read=sum(plan.bytes_read * layers + _key_bytes_read(config, pool, plan) for plan in plans),
+        written=sum(plan.bytes_written for plan in plans) * layers,
+        pool_cast=layers * rows * (layout.row_bytes + bf16) if layout.is_fp8 else 0,
+    )
+
+
+def _needed(config: ModelConfig, pool: PagedPool, cached: int, count: int, sparse: bool) -> int:
+    row_bytes = pool.layout.row_bytes * config.num_layers
+    if not sparse or config.indexer is None or pool.index_layout is None:
+        return cached * row_bytes
+    topk = config.indexer.topk
+    selected = sum(min(topk, position + 1) for position in range(cached - count, cached))
+    keys = cached if cached > topk else 0  # of at most topk tokens all are taken, without a look at their keys
+    return min(cached, selected) * row_bytes + keys * pool.index_layout.row_bytes * len(config.indexer.full_layers)
+
+
+def _key_bytes_read(config: ModelConfig, pool: PagedPool, plan: AttentionPlan) -> int:
+    if config.indexer is None or pool.index_layout is None or not plan.problem.spec.topk:
+        return 0
+    per_key = pool.index_layout.row_bytes * len(config.indexer.full_layers)
+    return keys_read(plan.problem, config.indexer.num_heads) * per_key
