@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from uncast.kernels.variants import CHIPS, Report, Variant, compile_variant, markdown, variants
+from uncast.kernels.variants import CHIPS, Report, Variant, compile_variant, markdown, packed_variants, variants
 
-VARIANTS = {v.name: v for v in variants()}
+VARIANTS = {v.name: v for v in (*variants(), *packed_variants())}
 SUBSET = [
     ("mma_fp8_e4m3_bf16_rows8_64x2_batch32", 89),
     ("mma_fp8_e4m3_bf16_rows16_64x2_batch1_integer", 86),
@@ -29,11 +29,14 @@ SUBSET = [
     ("wgmma_fp8_ds_mla_bf16_rows64_page64_batch32", 90),
     ("cache_write_fp8_ds_mla_bf16_counting", 80),
     ("cache_write_fp8_e4m3_fp32", 120),
+    ("packed_nvfp4_gated_rows16", 90),
+    ("packed_nvfp4_gated_rows32", 86),
+    ("packed_fp8_split_rows16", 80),
 ]
 
 
 def test_the_list_is_small_and_every_chip_has_every_layout() -> None:
-    assert len(VARIANTS) == len(variants()) <= 100
+    assert len(VARIANTS) == len(variants()) + len(list(packed_variants())) and len(variants()) <= 100
     for chip in CHIPS:
         for layout in ("bf16", "fp8_e4m3", "fp8_ds_mla"):
             assert any(chip in v.chips and v.name.startswith(f"mma_{layout}_") for v in VARIANTS.values()), (

@@ -16,6 +16,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; one sentence that names the file or tensor."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint of a supported kind whose contents are wrong: a broken shard, a missing tensor or scale, a wrong shape."""
+
+
 def check_regular(path: Path) -> None:
     """Raises `CheckpointError` unless `path` is a regular file that can be opened (a pipe would block, a device never end)."""
     _open(path).close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,13 @@ from uncast.checkpoints.source import SafetensorsSource
 from uncast.models.config import ConfigError, ModelConfig
 from uncast.models.decoder import Layer, MLADecoder, MLAWeights
 from uncast.models.indexer import IndexerWeights
-from uncast.models.layers import MLP, MoE
+from uncast.models.layers import MLP, ExpertStack, MoE
+from uncast.quant.packed import DEFAULT_CACHE_BYTES, DequantCache, Weight, concat_rows, empty_stack, put_expert
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all)."""
+Note = Callable[[str], None]
+"""Called with a sentence about the checkpoint that is no error."""
 
 
 def load_config(folder: Path, *, latent_norm_eps: float | None = None) -> ModelConfig:
@@ -43,18 +46,24 @@ def load_model(
     device: torch.device | str = "cpu",
     latent_norm_eps: float | None = None,
     progress: Progress | None = None,
+    note: Note | None = None,
+    keep_packed: bool = True,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> MLADecoder:
-    """Loads a checkpoint folder (`config.json` and safetensors).
+    """Loads a checkpoint folder (`config.json` and safetensors), layer by layer.
 
     Args:
-        dtype: of the weights in memory; FP8 blocks are multiplied out.
+        dtype: of the weights in memory that are not packed, and of the activations.
         latent_norm_eps: see `ModelConfig.from_hf`.
+        keep_packed: MLPs, experts and projections stored as NVFP4 or FP8 blocks stay so; otherwise they are multiplied out.
+        cache_bytes: of dequantised matrices kept on a CPU, see `DequantCache`.
 
     Raises:
         CheckpointError: in one sentence that names the file or tensor.
     """
     config = load_config(folder, latent_norm_eps=latent_norm_eps)
-    loader = _Loader(config, SafetensorsSource(folder, read_json(folder / "config.json")), dtype, device)
+    source = SafetensorsSource(folder, read_json(folder / "config.json"))
+    loader = LayerLoader(config, source, dtype, torch.device(device), keep_packed, cache_bytes)
     embed = loader.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = []
     for index in range(config.num_layers):
@@ -65,17 +74,65 @@ def load_model(
     lm_head = (
         embed if config.tie_word_embeddings else loader.get("lm_head.weight", config.vocab_size, config.hidden_size)
     )
-    return MLADecoder(config, embed, layers, final_norm, lm_head)
+    model = MLADecoder(config, embed, layers, final_norm, lm_head)
+    if note is not None:
+        for sentence in loader.notes(layers):
+            note(sentence)
+    return model
 
 
-class _Loader:
+def cache_scale_note(layers: Sequence[Layer]) -> str | None:
+    """One sentence if layers have no k_scale for an FP8 cache without scales of its own; None if all have one."""
+    missing = sum(layer.attention.ckv_scale is None for layer in layers)
+    if not missing:
+        return None
+    which = "no layer" if missing == len(layers) else f"{missing} of {len(layers)} layers"
+    has = "has a k_scale" if missing == len(layers) else "have no k_scale"
+    return f"{which} of this checkpoint {has}: layout fp8_e4m3 uses 1.0 there"
+
+
+class LayerLoader:
+    """Layers of a model out of a source, one at a time."""
+
     def __init__(
-        self, config: ModelConfig, source: SafetensorsSource, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        source: SafetensorsSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep_packed: bool,
+        cache_bytes: int,
     ) -> None:
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
+        self.keep_packed = keep_packed
+        self.cache = DequantCache(cache_bytes) if device.type == "cpu" else None
+        self._not_as_declared: list[str] = []
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A dense tensor, whatever it is stored as."""
         return self.source.get(name, shape, dtype or self.dtype).to(self.device)
+
+    def weight(self, name: str, *shape: int) -> Weight:
+        """A matrix of a linear layer, packed if it is stored packed."""
+        if not self.keep_packed:
+            return self.get(name, *shape)
+        found = self.source.weight(name, shape, self.dtype)
+        if isinstance(found, torch.Tensor):
+            declared = self.source.quantization
+            if declared.kind == "nvfp4" and not declared.excludes(name.removesuffix(".weight")):
+                self._not_as_declared.append(name)
+            return found.to(self.device)
+        return replace(found.to(self.device), cache=self.cache)
+
+    def notes(self, layers: Sequence[Layer]) -> Iterator[str]:
+        """What a user should know of this checkpoint, a sentence each."""
+        if self._not_as_declared:
+            yield (
+                f"{len(self._not_as_declared)} weights are stored in 16 bits although the settings name them NVFP4, such as "
+                f"{self._not_as_declared[0]}: they are used as stored"
+            )
+        if self.source.quantization.fp8_cache and (sentence := cache_scale_note(layers)) is not None:
+            yield sentence
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}."
@@ -90,26 +147,27 @@ class _Loader:
     def attention(self, prefix: str, index: int) -> MLAWeights:
         c, hidden = self.config, self.config.hidden_size
         query_rows = c.num_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
-        q_a = q_a_norm = None
+        q_a: Weight | None = None
+        q_a_norm = None
         if c.q_lora_rank is None:
-            q_b = self.get(prefix + "q_proj.weight", query_rows, hidden)
+            q_b = self.weight(prefix + "q_proj.weight", query_rows, hidden)
         else:
-            q_a = self.get(prefix + "q_a_proj.weight", c.q_lora_rank, hidden)
+            q_a = self.weight(prefix + "q_a_proj.weight", c.q_lora_rank, hidden)
             q_a_norm = self.get(prefix + "q_a_layernorm.weight", c.q_lora_rank)
-            q_b = self.get(prefix + "q_b_proj.weight", query_rows, c.q_lora_rank)
+            q_b = self.weight(prefix + "q_b_proj.weight", query_rows, c.q_lora_rank)
         per_head = c.qk_nope_head_dim + c.v_head_dim
         kv_b = self.get(prefix + "kv_b_proj.weight", c.num_heads * per_head, c.kv_lora_rank)
         kv_b = kv_b.view(c.num_heads, per_head, c.kv_lora_rank)
-        k_scale = self.source.scalar(prefix + "k_proj.k_scale")
+        k_scale = self.k_scale(prefix)
         return MLAWeights(
             q_a=q_a,
             q_a_norm=q_a_norm,
             q_b=q_b,
-            kv_a=self.get(prefix + "kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.qk_rope_head_dim, hidden),
+            kv_a=self.weight(prefix + "kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.qk_rope_head_dim, hidden),
             kv_a_norm=self.get(prefix + "kv_a_layernorm.weight", c.kv_lora_rank),
             w_uk=kv_b[:, : c.qk_nope_head_dim].contiguous(),
             w_uv=kv_b[:, c.qk_nope_head_dim :].contiguous(),
-            o=self.get(prefix + "o_proj.weight", hidden, c.num_heads * c.v_head_dim),
+            o=self.weight(prefix + "o_proj.weight", hidden, c.num_heads * c.v_head_dim),
             ckv_scale=k_scale,
             kpe_scale=k_scale,
             indexer=self.indexer(prefix + "indexer.", index),
@@ -125,19 +183,27 @@ class _Loader:
             prefix + "weights_proj.weight", c.num_heads, self.config.hidden_size, dtype=torch.float32
         )
         return IndexerWeights(
-            q_b=self.get(prefix + "wq_b.weight", c.num_heads * c.head_dim, rank),
-            k=self.get(prefix + "wk.weight", c.head_dim, self.config.hidden_size),
+            q_b=self.weight(prefix + "wq_b.weight", c.num_heads * c.head_dim, rank),
+            k=self.weight(prefix + "wk.weight", c.head_dim, self.config.hidden_size),
             k_norm=self.get(prefix + "k_norm.weight", c.head_dim),
             k_norm_bias=self.get(prefix + "k_norm.bias", c.head_dim),
             weights=head_weights,
             layer=c.full_layers.index(index),
         )
 
+    def k_scale(self, prefix: str) -> float | None:
+        """The scale of the cached row: modelopt writes it at `k_proj`, compressed-tensors at the attention itself."""
+        found = self.source.scalar(prefix + "k_proj.k_scale")
+        return self.source.scalar(prefix + "k_scale") if found is None else found
+
     def mlp(self, prefix: str, intermediate: int) -> MLP:
         hidden = self.config.hidden_size
-        gate = self.get(prefix + "gate_proj.weight", intermediate, hidden)
-        up = self.get(prefix + "up_proj.weight", intermediate, hidden)
-        return MLP(torch.cat([gate, up]), self.get(prefix + "down_proj.weight", hidden, intermediate))
+        gate = self.weight(prefix + "gate_proj.weight", intermediate, hidden)
+        up = self.weight(prefix + "up_proj.weight", intermediate, hidden)
+        both = concat_rows(gate, up)
+        if both is None:  # packed in two ways, or blocks would straddle the seam
+            both = torch.cat([w if isinstance(w, torch.Tensor) else w.dequantize(self.dtype) for w in (gate, up)])
+        return MLP(both, self.weight(prefix + "down_proj.weight", hidden, intermediate))
 
     def moe(self, prefix: str) -> MoE:
         moe, hidden = self.config.moe, self.config.hidden_size
@@ -148,6 +214,23 @@ class _Loader:
             config=moe,
             router=self.get(prefix + "gate.weight", moe.num_experts, hidden, dtype=torch.float32),
             bias=self.get(bias_name, moe.num_experts, dtype=torch.float32) if moe.scoring == "sigmoid" else None,
-            experts=[self.mlp(f"{prefix}experts.{e}.", moe.intermediate_size) for e in range(moe.num_experts)],
+            experts=self.experts(prefix + "experts.", range(moe.num_experts), moe.intermediate_size),
             shared=self.mlp(prefix + "shared_experts.", shared) if shared else None,
         )
+
+    def experts(self, prefix: str, numbers: range, intermediate: int) -> list[MLP] | ExpertStack:
+        """Some of a layer's, one after the other into tensors for all; a list if they are stored in different ways, or dense
+        on a CPU."""
+
+        def load(number: int) -> MLP:
+            return self.mlp(f"{prefix}{number}.", intermediate)
+
+        first = load(numbers[0])
+        if isinstance(first.gate_up, torch.Tensor) and self.device.type == "cpu":
+            return [first, *(load(number) for number in numbers[1:])]
+        stacks = [empty_stack(w, len(numbers)) for w in (first.gate_up, first.down)]
+        for place, number in enumerate(numbers):
+            expert = load(number) if place else first
+            if not (put_expert(stacks[0], place, expert.gate_up) and put_expert(stacks[1], place, expert.down)):
+                return [load(number) for number in numbers]
+        return ExpertStack(stacks[0], stacks[1])

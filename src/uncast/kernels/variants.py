@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from uncast.attention.problem import ProblemSpec
-from uncast.kernels import combine, gather_rows, mma_launch, wgmma_launch
+from uncast.kernels import combine, gather_rows, mma_launch, packed_matmul, wgmma_launch
 from uncast.kernels.cache_write import cache_write_kernel
 from uncast.kernels.mma_decode import mma_decode_kernel
 from uncast.kernels.schedule import BATCH_BUCKETS
@@ -39,6 +39,7 @@ from uncast.kernels.wgmma_decode import wgmma_decode_kernel
 from uncast.latent.layouts import LAYOUT_NAMES, row_layout
 
 CHIPS = (80, 86, 89, 90, 100, 120)
+WIDE_CHIPS = tuple(c for c in CHIPS if c // 10 in packed_matmul.WIDE_CHIPS)
 MAX_REGISTERS = 255
 MAX_SPILL_BYTES = 512
 """Of one thread. The largest are below 400 B (wgmma, fp8_ds_mla, 64 rows); the portable kernels stay below 150 B."""
@@ -56,6 +57,7 @@ class Variant:
     constexprs: dict[str, object]
     chips: tuple[int, ...]
     num_warps: int = 4
+    num_stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,31 @@ def _gather_variants() -> Iterator[Variant]:
             yield Variant(label, gather_rows.gather_rows_kernel, types, args, chips)
 
 
+def packed_variants() -> Iterator[Variant]:
+    """A list of its own, for weights instead of attention: products of GLM-5's experts (6144 x 2048, 256 of them) and of a lone matrix with its columns split."""
+    for name, format_ in (("nvfp4", packed_matmul.NVFP4.value), ("fp8", packed_matmul.FP8.value)):
+        planes = packed_matmul.PLANES[format_]
+        for rows in (16, 32, 64):
+            for label, args in (
+                ("gated", {"columns": 6144, "experts": 256, "gated": True, "gather": 8, "out_planes": planes}),
+                ("down", {"columns": 2048, "experts": 256, "scatter": True}),
+                ("split", {"columns": 7168, "experts": 1, "splits": 4}),
+            ):
+                if rows == 16 or label == "gated":
+                    given = packed_matmul.constexprs(format_, rows=rows, **args)  # type: ignore[arg-type]
+                    types = _types(
+                        packed_matmul.packed_matmul_kernel, given, x="*bf16", words="*i32", pairs="*i64", ends="*i32",
+                        scales="*u8" if name == "nvfp4" else "*fp32", global_scale="*fp32", weights="*fp32",
+                        out="*fp32" if label == "split" else "*bf16",
+                    )  # fmt: skip
+                    yield Variant(
+                        f"packed_{name}_{label}_rows{rows}", packed_matmul.packed_matmul_kernel, types, given,
+                        CHIPS if rows < 64 else WIDE_CHIPS, packed_matmul.NUM_WARPS, packed_matmul.num_stages(rows),
+                    )  # fmt: skip
+
+
 def variants() -> list[Variant]:
-    """All named variants, at most 100."""
+    """All named variants of the kernels that attention needs, at most 100."""
     return [
         *_mma_variants(), *_wgmma_variants(), *_combine_variants(), *_write_variants(), *_gather_variants(),
     ]  # fmt: skip
@@ -201,7 +226,7 @@ def compile_variant(variant: Variant, chip: int) -> Report:
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        options = {"num_warps": variant.num_warps, "enable_fp_fusion": True}
+        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
         compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
     text = log.getvalue()
     limit = mma_launch.shared_memory_limit(chip)
@@ -266,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chips = {int(c) for c in args.chips.split(",")} if args.chips else set(CHIPS)
     reports = []
-    for variant in variants():
+    for variant in (*variants(), *packed_variants()):
         for chip in variant.chips:
             if args.only in variant.name and chip in chips:
                 report = compile_variant(variant, chip)

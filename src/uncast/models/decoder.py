@@ -25,6 +25,8 @@ from uncast.models.indexer import IndexCache, Indexer, IndexerWeights
 from uncast.models.layers import MLP, MoE, rms_norm
 from uncast.models.rope import Rope
 from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, attend_chunks, split_prefill
+from uncast.quant.matmul import linear
+from uncast.quant.packed import Weight
 
 
 @dataclass
@@ -34,18 +36,19 @@ class MLAWeights:
     Attributes:
         q_a [q_lora_rank, hidden], q_a_norm [q_lora_rank], q_b [heads * (nope + rope), q_lora_rank or hidden],
         kv_a [rank + rope, hidden], kv_a_norm [rank], w_uk [heads, nope, rank], w_uv [heads, v, rank], o [hidden, heads * v].
+        q_a, q_b, kv_a and o may be packed.
         ckv_scale, kpe_scale: the checkpoint's k_scale, used by layout `fp8_e4m3`.
         indexer: of a full layer of sparse attention.
     """
 
-    q_a: torch.Tensor | None
+    q_a: Weight | None
     q_a_norm: torch.Tensor | None
-    q_b: torch.Tensor
-    kv_a: torch.Tensor
+    q_b: Weight
+    kv_a: Weight
     kv_a_norm: torch.Tensor
     w_uk: torch.Tensor
     w_uv: torch.Tensor
-    o: torch.Tensor
+    o: Weight
     ckv_scale: Scale = None
     kpe_scale: Scale = None
     indexer: IndexerWeights | None = None
@@ -151,7 +154,7 @@ class MLADecoder:
         batch, angles = step.batch, step.angles
         scaled = batch.attention.kv_layout == "fp8_e4m3"
         ckv_scale, kpe_scale = (weights.ckv_scale, weights.kpe_scale) if scaled else (None, None)
-        row = F.linear(x, weights.kv_a)
+        row = linear(x, weights.kv_a)
         ckv, kpe = row[:, : config.kv_lora_rank], row[:, config.kv_lora_rank :]
         ckv = rms_norm(ckv, weights.kv_a_norm, config.latent_norm_eps)
         kpe = self.rope.rotate(kpe, angles)
@@ -161,17 +164,17 @@ class MLADecoder:
 
         c_q = x
         if weights.q_a is not None and weights.q_a_norm is not None:
-            c_q = rms_norm(F.linear(x, weights.q_a), weights.q_a_norm, config.latent_norm_eps)
+            c_q = rms_norm(linear(x, weights.q_a), weights.q_a_norm, config.latent_norm_eps)
         if self.indexer is not None and weights.indexer is not None:
             step.indices = self._select(self.indexer, weights.indexer, x, c_q, step)
-        query = F.linear(c_q, weights.q_b).view(tokens, config.num_heads, -1)
+        query = linear(c_q, weights.q_b).view(tokens, config.num_heads, -1)
         q_nope, q_pe = query[..., : config.qk_nope_head_dim], query[..., config.qk_nope_head_dim :]
         q_pe, scales = self.rope.rotate(q_pe, angles), (ckv_scale, kpe_scale)
         if step.split is None:
             values = _absorbed(weights, q_nope, q_pe, cache, batch.attention, scales, step.indices)
         else:
             values = _by_chunk(config, weights, q_nope, q_pe, cache, step.split, scales)
-        return F.linear(values.reshape(tokens, -1), weights.o)
+        return linear(values.reshape(tokens, -1), weights.o)
 
     def _select(
         self, indexer: Indexer, weights: IndexerWeights, x: torch.Tensor, c_q: torch.Tensor, step: _Step

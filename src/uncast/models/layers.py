@@ -1,4 +1,4 @@
-"""Norm, gated MLP and mixture of experts, as plain functions over weights."""
+"""Norm and mixture of experts, as plain functions over weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from uncast.models.config import MoEConfig
+from uncast.models.experts import MLP, ExpertStack
+
+__all__ = ["MLP", "ExpertStack", "MoE", "rms_norm", "route"]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -18,39 +21,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @dataclass
-class MLP:
-    """SiLU-gated MLP: down(silu(gate(x)) * up(x)).
-
-    Attributes:
-        gate_up: [2 * intermediate, hidden], gate rows first; down: [hidden, intermediate].
-    """
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
-
-
-@dataclass
 class MoE:
     """Routed experts plus shared experts.
 
     Attributes:
         router: float32 [experts, hidden]; bias: float32 [experts] or None, added only for choosing.
-        experts: one MLP per routed expert; shared: the shared experts as one MLP, or None.
+        experts: an MLP per routed expert; shared: the shared experts as one MLP, or None.
     """
 
     config: MoEConfig
     router: torch.Tensor
     bias: torch.Tensor | None
-    experts: list[MLP]
+    experts: list[MLP] | ExpertStack
     shared: MLP | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = route(self.config, F.linear(x.to(torch.float32), self.router), self.bias)
         out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
+        if isinstance(self.experts, ExpertStack) and self.experts.is_grouped(x):
+            return out + self.experts.routed(x, weights, chosen)
         weights = weights.to(x.dtype)
         if x.shape[0] == 1:
             for weight, index in zip(weights[0], chosen[0].tolist(), strict=True):
