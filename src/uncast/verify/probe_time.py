@@ -1,6 +1,6 @@
 """How long one `run` takes: what `auto` chooses by among verified backends.
 
-One batch for all: 32 requests of 4,096 cached tokens (on a CPU 4 of 512) with one query each in decode, four in extend; planned
+One batch for all: 32 requests of 4,096 cached tokens (on a CPU 4 of 512) with one query each in decode, eight in extend; planned
 once. Median of `RUNS` runs, each between two events on a GPU, so launch overhead that the GPU waits for counts.
 """
 
@@ -20,7 +20,8 @@ from uncast.verify.cases import ProbeCase, plan_case, run_without_lse
 
 BATCH = {"cuda": (32, 4096), "cpu": (4, 512)}
 """Requests and cached tokens of each."""
-EXTEND_QUERIES = 4
+EXTEND_QUERIES = 8
+"""As many as a probe's extend has, so that the same kernels run."""
 WARM_UPS, RUNS = 2, 9
 _DRAWN_ROWS = 4096
 
@@ -48,24 +49,26 @@ def describe(device: str) -> str:
 def _timed_case(spec: ProblemSpec) -> ProbeCase:
     batch, kv_len = BATCH[spec.device]
     queries = EXTEND_QUERIES if spec.max_q_len > 1 else 1
-    generator, device = torch.Generator().manual_seed(0), spec.device
+    device = spec.device
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
     scales = (0.013, 0.021) if spec.layout.has_external_scales else (None, None)
     drawn = min(_DRAWN_ROWS, batch * kv_len)
     rows = encode_rows(
-        torch.randn(drawn, spec.head_dim_ckv, generator=generator),
-        torch.randn(drawn, spec.head_dim_kpe, generator=generator),
-        spec.layout, ckv_scale=scales[0], kpe_scale=scales[1],
+        randn(drawn, spec.head_dim_ckv), randn(drawn, spec.head_dim_kpe), spec.layout, ckv_scale=scales[0], kpe_scale=scales[1],
     )  # fmt: skip
     pages = batch * kv_len // spec.page_size
-    order = torch.randperm(pages, generator=generator).int()
-    query = torch.randn(batch * queries, spec.num_heads, spec.head_dim_ckv + spec.head_dim_kpe, generator=generator)
-    query = query.to(device, spec.q_data_type)
+    order = torch.randperm(pages, generator=generator, device=device).int()
+    query = randn(batch * queries, spec.num_heads, spec.head_dim_ckv + spec.head_dim_kpe).to(spec.q_data_type)
     return ProbeCase(
-        block_tables=order.view(batch, -1).to(device),
+        block_tables=order.view(batch, -1),
         seq_lens=torch.full((batch,), kv_len, dtype=torch.int32, device=device),
-        qo_indptr=(torch.arange(batch + 1, dtype=torch.int32) * queries).to(device),
+        qo_indptr=torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
         q_nope=query[..., : spec.head_dim_ckv].contiguous(), q_pe=query[..., spec.head_dim_ckv :].contiguous(),
-        cache=rows.to(device).repeat(batch * kv_len // drawn, 1).view(pages, spec.page_size, -1),
+        cache=rows.repeat(batch * kv_len // drawn, 1).view(pages, spec.page_size, -1),
         ckv_scale=scales[0], kpe_scale=scales[1],
     )  # fmt: skip
 
