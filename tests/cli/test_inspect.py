@@ -59,7 +59,7 @@ def test_the_founding_model_from_its_configuration_alone(tmp_path: Path, capsys:
     layouts = by_layout(facts)
     assert layouts["fp8_ds_mla"]["bytes_per_token"] == 61_464
     assert layouts["fp8_e4m3"]["bytes_per_token"] == 44_928 + 10_296
-    assert layouts["bf16"]["bytes_per_token"] == 89_856 + 10_296
+    assert layouts["bf16"]["bytes_per_token"] == 89_856 + 19_968
     assert layouts["fp8_ds_mla"]["step_cache_bytes_read"] == 78 * (2048 * 656 + 100_000 * 132)
     assert facts["weights"]["parameters"] == pytest.approx(744e9, rel=1e-3) and not facts["weights"]["stored"]
     assert "bytes are implied by config.json, all in BF16" in facts["notes"][0]
@@ -69,7 +69,7 @@ def test_shared_indexers_have_no_cache_of_their_own(tmp_path: Path, capsys: pyte
     """GLM-5.2: 21 of 78 layers are full, by the pattern or by the list."""
     facts = inspect(capsys, configured(tmp_path, index_topk_freq=4, index_skip_topk_offset=3))
     assert by_layout(facts)["fp8_ds_mla"]["bytes_per_token"] == 53_940
-    kinds = ["full" if index in facts["architecture"]["sparse"]["full_layers"] else "shared" for index in range(78)]
+    kinds = ["full" if index in facts["architecture"]["indexer"]["full_layers"] else "shared" for index in range(78)]
     assert kinds.count("full") == 21
     again = inspect(capsys, configured(tmp_path, indexer_types=kinds))
     assert again["cache"] == facts["cache"]

@@ -18,6 +18,7 @@ from uncast.cli.main import UsageError, WorkError
 from uncast.doctor.costs import peak_bandwidth
 from uncast.engine.footprint import CacheCost, WeightCost, Workload, cache_costs, weight_cost
 from uncast.engine.survey import FormatRow, Survey, survey
+from uncast.models.indexer_config import IndexerConfig
 
 GB = 1e9
 _WIDTH = 132
@@ -62,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"context is {args.context}: this model's is {found.config.max_position_embeddings}")
     memory, bandwidth = _machine(args)
     load = Workload(args.batch, args.context)
-    weights, caches = weight_cost(found.modules, found.config, load), cache_costs(found.config, found.sparse, load)
+    weights, caches = weight_cost(found.modules, found.config, load), cache_costs(found.config, load)
     facts = _facts(found, load, weights, caches, memory, bandwidth)
     if args.json:
         print(json.dumps(facts))
@@ -104,7 +105,7 @@ def _facts(
     return {
         "path": str(found.folder),
         "architecture": {
-            "model_type": found.model_type,
+            "model_type": config.model_type,
             "layers": config.num_layers,
             "hidden_size": config.hidden_size,
             "heads": config.num_heads,
@@ -113,7 +114,7 @@ def _facts(
             "q_lora_rank": config.q_lora_rank,
             "max_position_embeddings": config.max_position_embeddings,
             "experts": None if moe is None else asdict(moe),
-            "sparse": None if found.sparse is None else asdict(found.sparse),
+            "indexer": None if config.indexer is None else _indexer(config.indexer),
         },
         "weights": {
             "stored": found.stored,
@@ -136,6 +137,15 @@ def _facts(
     }
 
 
+def _indexer(indexer: IndexerConfig) -> dict[str, Any]:
+    return {
+        "heads": indexer.num_heads,
+        "head_dim": indexer.head_dim,
+        "topk": indexer.topk,
+        "full_layers": list(indexer.full_layers),
+    }
+
+
 def _row(row: FormatRow) -> dict[str, Any]:
     return {**asdict(row), "formats": dict(row.formats)}
 
@@ -145,6 +155,7 @@ def _cache(cache: CacheCost, weights: WeightCost, memory: float | None, bandwidt
     return {
         "layout": cache.layout,
         "bytes_per_token_layer": cache.row_bytes,
+        "index_bytes_per_token": cache.key_bytes,
         "bytes_per_token": cache.token_bytes,
         "tokens_that_fit": None if memory is None else cache.tokens_in(memory - weights.resident),
         "step_cache_bytes_read": cache.read_bytes,
@@ -167,7 +178,7 @@ def _show(found: Survey, facts: dict[str, Any]) -> None:
 
 
 def _lines(found: Survey, facts: dict[str, Any]) -> list[tuple[str, str]]:
-    config, moe, sparse, weights = found.config, found.config.moe, found.sparse, facts["weights"]
+    config, moe, indexer, weights = found.config, found.config.moe, found.config.indexer, facts["weights"]
     shape = f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads"
     row = f"latent {config.kv_lora_rank} + rope {config.qk_rope_head_dim}"
     lines = [("model", f"{facts['architecture']['model_type']}: {shape}, {row}, vocabulary {config.vocab_size:,}")]
@@ -176,14 +187,9 @@ def _lines(found: Survey, facts: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(
             ("experts", f"{moe.top_k} of {moe.num_experts} and {moe.num_shared} shared for each token, {count} layers")
         )
-    if sparse is not None:
-        lines.append(
-            (
-                "sparse",
-                f"{sparse.topk:,} rows a query; indexer of {sparse.heads} heads x {sparse.head_dim} in "
-                f"{len(sparse.full_layers)} layers, {sparse.row_bytes} B of FP8 index cache per token in each",
-            )
-        )
+    if indexer is not None:
+        where = f"{indexer.num_heads} heads x {indexer.head_dim} in {len(indexer.full_layers)} layers"
+        lines.append(("sparse", f"{indexer.topk:,} rows a query, chosen by indexers of {where}"))
     mtp = f", {_gb(weights['mtp_bytes'])} of it multi-token prediction" if weights["mtp_bytes"] else ""
     stored = "as stored" if weights["stored"] else "as implied"
     lines.append(("weights", f"{_count(weights['parameters'])} parameters, {_gb(weights['bytes'])} {stored}{mtp}"))
@@ -222,11 +228,20 @@ def _cache_table(facts: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("cache")
     fits, timed = facts["memory_bytes"] is not None, facts["bandwidth_bytes_per_s"] is not None
-    columns = ["B/token/layer", "B/token", *(["tokens that fit"] if fits else []), "step reads of cache"]
+    keys = any(cache["index_bytes_per_token"] for cache in facts["cache"])
+    columns = [
+        "B/token/layer",
+        *(["index B/token"] if keys else []),
+        "B/token",
+        *(["tokens that fit"] if fits else []),
+        "step reads of cache",
+    ]
     for name in [*columns, "step reads in all", *(["floor ms", "tokens/s"] if timed else [])]:
         table.add_column(name, justify="right")
     for cache in facts["cache"]:
-        cells = [cache["layout"], f"{cache['bytes_per_token_layer']:,}", f"{cache['bytes_per_token']:,}"]
+        cells = [cache["layout"], f"{cache['bytes_per_token_layer']:,}"]
+        cells += [f"{cache['index_bytes_per_token']:,}"] if keys else []
+        cells.append(f"{cache['bytes_per_token']:,}")
         if fits:
             cells.append(f"{cache['tokens_that_fit']:,}")
         cells += [_gb(cache["step_cache_bytes_read"]), _gb(cache["step_bytes_read"])]

@@ -1,6 +1,6 @@
 """What serving a checkpoint takes: bytes per token of each cache layout, what fits beside the weights, a decode step's floor.
 
-    cache bytes per token  = layers * row_bytes + layers with an indexer * index row bytes
+    cache bytes per token  = layers * row_bytes + layers with an indexer * bytes of an index key
     tokens that fit        = (memory - weights as stored) / cache bytes per token
     a decode step's floor  = (weights that its tokens touch + cache rows that attention reads) / bandwidth
 
@@ -13,32 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from uncast.checkpoints.inventory import Module
+from uncast.latent.index_keys import matching_layout
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.models.config import ModelConfig
-
-INDEX_TILE = 128
-"""Channels of an index key that share one fp32 scale: vLLM's and SGLang's FP8 index cache, 132 bytes at 128 channels."""
-
-
-@dataclass(frozen=True)
-class SparseShape:
-    """DeepSeek sparse attention of a model.
-
-    Attributes:
-        heads, head_dim: of the indexer.
-        topk: rows that a query attends to at most.
-        full_layers: layers with an indexer and an index cache of their own; the others use the last full layer's choice.
-    """
-
-    heads: int
-    head_dim: int
-    topk: int
-    full_layers: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token in one FP8 index cache."""
-        return self.head_dim + 4 * -(-self.head_dim // INDEX_TILE)
 
 
 @dataclass(frozen=True)
@@ -54,13 +31,15 @@ class CacheCost:
     """One layout.
 
     Attributes:
-        row_bytes: per token and layer, without the index cache.
-        token_bytes: per token over all layers, index cache included.
+        row_bytes: per token and layer, without index keys.
+        key_bytes: of the index keys of one token over all layers; 0 without an indexer.
+        token_bytes: per token over all layers, index keys included.
         read_bytes: of one decode step of the workload.
     """
 
     layout: str
     row_bytes: int
+    key_bytes: int
     token_bytes: int
     read_bytes: int
 
@@ -90,19 +69,22 @@ class WeightCost:
         return self.total - self.mtp
 
 
-def cache_costs(config: ModelConfig, sparse: SparseShape | None, load: Workload) -> list[CacheCost]:
-    """Every layout that this model's rows fit."""
-    index_row = 0 if sparse is None else sparse.row_bytes * len(sparse.full_layers)
-    rows = load.context if sparse is None else min(load.context, sparse.topk)
+def cache_costs(config: ModelConfig, load: Workload) -> list[CacheCost]:
+    """Every layout that this model's rows fit, with the index keys that go with it."""
+    indexer = config.indexer
+    rows = load.context if indexer is None else min(load.context, indexer.topk)
     costs = []
     for name in LAYOUT_NAMES:
         try:
-            row = row_layout(name, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes
+            layout = row_layout(name, config.kv_lora_rank, config.qk_rope_head_dim)
         except LayoutError:
             continue
-        latent = row * config.num_layers
-        read = load.batch * (rows * latent + load.context * index_row)
-        costs.append(CacheCost(name, row, latent + index_row, read))
+        keys = 0
+        if indexer is not None:
+            keys = matching_layout(layout, indexer.head_dim).row_bytes * len(indexer.full_layers)
+        latent = layout.row_bytes * config.num_layers
+        read = load.batch * (rows * latent + load.context * keys)
+        costs.append(CacheCost(name, layout.row_bytes, keys, latent + keys, read))
     return costs
 
 

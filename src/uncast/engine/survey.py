@@ -11,8 +11,7 @@ from typing import Any
 from uncast.checkpoints.files import CheckpointError, read_json
 from uncast.checkpoints.implied import implied_tensors, is_nvfp4
 from uncast.checkpoints.inventory import Module, modules, quantization, read_headers
-from uncast.engine.footprint import SparseShape
-from uncast.models.config import ConfigError, IndexerConfig, ModelConfig
+from uncast.models.config import ConfigError, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -37,17 +36,13 @@ class Survey:
     """A checkpoint.
 
     Attributes:
-        model_type: as config.json has it.
-        sparse: None for a model that attends to every row.
         modules: as stored; implied by the configuration if `stored` is False.
         kv_scales: layers with a scale for the KV cache in the checkpoint.
         notes: what a reader has to know about these figures, a sentence each.
     """
 
     folder: Path
-    model_type: str
     config: ModelConfig
-    sparse: SparseShape | None
     modules: Sequence[Module]
     stored: bool
     kv_scales: int
@@ -74,7 +69,6 @@ def survey(folder: Path) -> Survey:
     raw = read_json(folder / "config.json")
     try:
         config = ModelConfig.from_hf(raw)
-        sparse = _sparse(config.indexer)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     settings, notes = quantization(raw, folder), []
@@ -89,13 +83,7 @@ def survey(folder: Path) -> Survey:
     scales = len({module.layer for module in found if module.format == "KV scale"})
     if scales == 0 and _fp8_cache(settings):
         notes.append("the checkpoint asks for an FP8 KV cache but holds no scale for it: engines then use 1.0")
-    return Survey(folder, config.model_type, config, sparse, found, stored, scales, tuple(notes))
-
-
-def _sparse(indexer: IndexerConfig | None) -> SparseShape | None:
-    if indexer is None:
-        return None
-    return SparseShape(indexer.num_heads, indexer.head_dim, indexer.topk, indexer.full_layers)
+    return Survey(folder, config, found, stored, scales, tuple(notes))
 
 
 def _assumed(settings: Mapping[str, Any]) -> str:
