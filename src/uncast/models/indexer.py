@@ -23,6 +23,8 @@ from uncast.backends.lightning_indexer import select_tokens
 from uncast.latent.index_keys import IndexLayout, store_keys
 from uncast.models.indexer_config import IndexerConfig
 from uncast.models.rope import Rope
+from uncast.quant.matmul import linear
+from uncast.quant.packed import Weight
 
 K_NORM_EPS = 1e-6
 """Of the key's layer norm, whatever the configuration says of the others."""
@@ -33,13 +35,13 @@ class IndexerWeights:
     """Weights of one full layer.
 
     Attributes:
-        q_b [heads * head_dim, q_lora_rank], k [head_dim, hidden].
+        q_b [heads * head_dim, q_lora_rank], k [head_dim, hidden]; both may be packed.
         k_norm, k_norm_bias [head_dim]; weights float32 [heads, hidden].
         layer: which layer of the index cache is this one's.
     """
 
-    q_b: torch.Tensor
-    k: torch.Tensor
+    q_b: Weight
+    k: Weight
     k_norm: torch.Tensor
     k_norm_bias: torch.Tensor
     weights: torch.Tensor
@@ -74,7 +76,7 @@ class Indexer:
         slot_mapping: torch.Tensor,
     ) -> None:
         """Writes the keys of x [n, hidden]."""
-        keys = F.linear(x, weights.k)
+        keys = linear(x, weights.k)
         keys = F.layer_norm(keys, keys.shape[-1:], weights.k_norm, weights.k_norm_bias, K_NORM_EPS)
         store_keys(cache.storage[weights.layer], self._rotate(keys, angles), slot_mapping, cache.layout)
 
@@ -89,7 +91,7 @@ class Indexer:
     ) -> torch.Tensor:
         """int32 [n, topk], what the queries of x [n, hidden] and c_q [n, q_lora_rank] attend to; their keys are stored."""
         config = self.config
-        q = F.linear(c_q, weights.q_b).view(-1, config.num_heads, config.head_dim)
+        q = linear(c_q, weights.q_b).view(-1, config.num_heads, config.head_dim)
         scale = (config.num_heads * config.head_dim) ** -0.5
         head_weights = F.linear(x.to(torch.float32), weights.weights) * scale
         return select_tokens(self._rotate(q, angles), head_weights, cache.storage[weights.layer], problem, cache.layout)
