@@ -1,6 +1,6 @@
 """How long one `run` takes: what `auto` chooses by among verified backends.
 
-One batch for all: 32 requests of 4,096 cached tokens (on a CPU 4 of 512) with one query each in decode, eight in extend; planned
+One batch for all: 32 requests of 4,096 cached tokens (on a CPU 4 of 512), one query each in decode and eight in extend, planned
 once. Median of `RUNS` runs, each between two events on a GPU, so launch overhead that the GPU waits for counts.
 """
 
