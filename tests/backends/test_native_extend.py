@@ -97,7 +97,7 @@ def test_scratch_does_not_grow_with_the_prefix() -> None:
         torch.cuda.reset_peak_memory_stats()
         case.run("flash", 16 * 2**20)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert abs(peaks[1] - peaks[0]) < 2**20 and peaks[0] < 64 * 2**20, peaks
+    assert peaks[1] < peaks[0] + 2**20 and peaks[0] < 64 * 2**20, peaks
 
 
 def test_a_long_prefix_is_one_block_of_few_heads() -> None:

@@ -50,7 +50,7 @@ def test_cases_on_the_gpu() -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 def test_up_projection_compiles_inside_the_limits_of_its_chip(layout_name: str, chip: int) -> None:
-    layout, config = row_layout(layout_name), choose_config(chip)
+    layout, config = row_layout(layout_name), choose_config(layout_name, chip)
     constants = {
         "LAYOUT": layout_name, "NATIVE": is_native(chip), "RANK": 512, "CH": 192,
         "ROW_ITEMS": layout.row_bytes // (1 if layout.is_fp8 else 2), "ROW_WORDS": layout.row_bytes // 4,

@@ -136,8 +136,11 @@ def _flashinfer(
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
     from flashinfer.prefill import single_prefill_with_kv_cache
 
+    q, k, v = (
+        x.transpose(0, 1) for x in (q, k, v)
+    )  # its FA3 takes row and head counts as NHD has them, whatever it is told
     out, lse = single_prefill_with_kv_cache(
-        q.transpose(0, 1), k, v, causal=causal, kv_layout="HND", sm_scale=scale, backend="fa3", return_lse=True
+        q, k, v, causal=causal, kv_layout="NHD", sm_scale=scale, backend="fa3", return_lse=True
     )
     return out.transpose(0, 1), lse.transpose(0, 1), "2"
 

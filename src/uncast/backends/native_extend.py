@@ -254,7 +254,9 @@ class _Job:
         """The state of some heads over one block (first row, rows)."""
         group, (tokens, width), (start, rows) = heads.stop - heads.start, packed.shape[1:], block
         keys, values = (s[: group * rows * width].view(group, rows, width) for s in scratch)
-        up_launch.project(request, heads, start, rows, keys, values, up_launch.choose_config(self.arch))
+        up_launch.project(
+            request, heads, start, rows, keys, values, up_launch.choose_config(self.layout.name, self.arch)
+        )
         library = libraries.library_for_block(self.library, tokens, rows)
         return State(
             *libraries.attend(

@@ -14,7 +14,7 @@ import triton
 from uncast.kernels import up_project as kernels
 from uncast.kernels.unpack import INTEGER_FACTOR, is_native
 from uncast.latent.codec import Scale
-from uncast.latent.layouts import RowLayout
+from uncast.latent.layouts import DS_MLA_TILE, RowLayout
 
 LAYOUTS = ("fp8_e4m3", "fp8_ds_mla", "bf16")
 CHANNEL_STEP = 64
@@ -32,11 +32,14 @@ class UpConfig:
     num_stages: int
 
 
-def choose_config(arch: int) -> UpConfig:
-    """The variant for a compute capability, within its shared memory (99 KB on sm_86, 89 and 120)."""
-    if 90 <= arch < 120:
-        return UpConfig(128, 256, CHANNEL_STEP, 8, 3)
-    return UpConfig(128, 128, CHANNEL_STEP, 8, 3)
+def choose_config(layout: str, arch: int) -> UpConfig:
+    """The variant for a layout and a compute capability, within its shared memory (99 KB on sm_86, 89 and 120).
+
+    `fp8_ds_mla` takes a group of channels a step, since each has a scale of its own.
+    """
+    if layout == "fp8_ds_mla":
+        return UpConfig(128, 128, DS_MLA_TILE, 8, 2)
+    return UpConfig(128, 256 if 90 <= arch < 120 else 128, CHANNEL_STEP, 8, 3)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def prepare_request(
         bounds, factors, *(s if there else factors for s, there in pairs),
         *(1.0 if s is None or there else float(s) for s, there in pairs),
         2.0 ** (exponent - 1), on_device[0] | on_device[1] << 1,
-        EXTERNAL=layout.has_external_scales, INTEGER=INTEGER_FACTOR if layout.has_external_scales and not native else 1.0,
+        EXTERNAL=layout.has_external_scales, INTEGER=INTEGER_FACTOR if layout.is_fp8 and not native else 1.0,
         KEY=kernels.KEY_POWER, VALUE=kernels.VALUE_POWER, num_warps=1,
     )  # fmt: skip
     items = flat if layout.is_fp8 else halves

@@ -6,14 +6,14 @@
 
     one program = BM rows x BN channels (heads side by side); the rows' codes are the left operand, unpacked in registers:
         fp8_e4m3    codes (exact in fp16) x W in fp16;  ckv_scale in the epilogue, kpe_scale in the queries
-        fp8_ds_mla  codes * scale / unit, unit = a 64th of the row's largest scale; unit in the epilogue
+        fp8_ds_mla  the same, one product per 128 channels, each times the row's fp32 scale
         bf16        bf16 x bf16
 
 fp16, because bf16 keys and values would each add 1.65e-3 of error; its range is kept by powers of two that come from bounds:
 |W c| <= (largest L1 norm of a row of W) * (largest |c|). `fp8_e4m3` needs no look at the rows for it (448 ckv_scale), the other
 layouts one pass over scales or rows. Every factor stays on the device. W is brought to fp16 by a power of two per row (its
-elements keep all bits down to 2^-14 of the row's largest). `fp8_ds_mla`: exact for the writer's powers of two; any other scale
-is rounded to fp16, 2^-12 at most, and a group 2^20 below its row's largest scale loses bits that the row's sum has not.
+elements keep all bits down to 2^-14 of the row's largest). `fp8_ds_mla`'s scales are not multiplied to its codes: Triton brings
+such an operand to registers by way of shared memory, and on an H200 (Triton 3.6) the results were wrong.
 
 Floor for n rows: 2 n heads (nope + v) rank operations; 4 n heads width bytes written. On an H200 at 36,864 rows of GLM
 (64 heads, 192 + 256): 1.08 TFLOP, 1.4 ms at 770 TFLOP/s, and 2.4 GB, 0.55 ms at 4.4 TB/s.
@@ -29,8 +29,6 @@ from uncast.kernels.unpack import decode_codes
 KEY_POWER, VALUE_POWER = 10, 14
 """No key exceeds 2^10 and no value 2^14; ordinary ones are 10 to 10,000 times smaller, well inside fp16's normal numbers."""
 
-HEADROOM = tl.constexpr(64.0)
-"""448 * 64 fits fp16, as does 64 * 256."""
 BF16 = tl.constexpr("bf16")
 DS_MLA = tl.constexpr("fp8_ds_mla")
 OF_KEYS, OF_VALUES, OF_QUERIES, OF_ROPE_QUERIES, OF_ROPE, OF_OUTPUT = map(tl.constexpr, range(6))
@@ -144,14 +142,6 @@ def factors_kernel(
     tl.store(factors + OF_OUTPUT, power_of_two(-b))
 
 
-@triton.jit
-def ratio(scale, unit, NATIVE: tl.constexpr):
-    """fp16 factor of a channel group's codes; the integer path's 2^-8 is taken back here."""
-    if NATIVE:
-        return (scale / unit).to(tl.float16)
-    return (scale / unit * 256.0).to(tl.float16)
-
-
 @triton.jit(do_not_specialize=["start", "count"])
 def up_project_kernel(
     items, words, pages, w, row_factor, factor, out, start, count, channels, w_stride_head, out_stride_head,
@@ -177,22 +167,14 @@ def up_project_kernel(
     a_ptr = items + (slot * ROW_ITEMS)[:, None] + k[None, :]
     b_ptr = w + (n // CH * w_stride_head + n % CH * RANK)[None, :] + k[:, None]
     acc = tl.zeros([BM, BN], dtype=tl.float32)
-    if LAYOUT == DS_MLA:
-        s = words + slot * ROW_WORDS + SCALE_WORD
-        s0, s1 = tl.load(s, mask=live, other=1.0), tl.load(s + 1, mask=live, other=1.0)
-        s2, s3 = tl.load(s + 2, mask=live, other=1.0), tl.load(s + 3, mask=live, other=1.0)
-        unit = tl.maximum(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)) / HEADROOM, 1e-37)
-        r0, r1 = ratio(s0, unit, NATIVE), ratio(s1, unit, NATIVE)
-        r2, r3 = ratio(s2, unit, NATIVE), ratio(s3, unit, NATIVE)
     for step in range(0, RANK // BK):
         a = tl.load(a_ptr + step * BK, mask=live[:, None], other=0)
         b = tl.load(b_ptr + step * BK, mask=valid[None, :], other=0.0)
         if LAYOUT == BF16:
             acc = tl.dot(a, b, acc)
         elif LAYOUT == DS_MLA:
-            group = step * BK // 128
-            r01, r23 = tl.where(group == 0, r0, r1), tl.where(group == 2, r2, r3)
-            acc = tl.dot(decode_codes(a, NATIVE) * tl.where(group < 2, r01, r23)[:, None], b, acc)
+            scale = tl.load(words + slot * ROW_WORDS + SCALE_WORD + step * BK // 128, mask=live, other=0.0)
+            acc += tl.dot(decode_codes(a, NATIVE), b) * scale[:, None]
         else:
             acc = tl.dot(decode_codes(a, NATIVE), b, acc)
     f = tl.load(factor)
@@ -200,8 +182,6 @@ def up_project_kernel(
         acc *= f
     else:
         acc *= (tl.load(row_factor + n, mask=valid, other=0.0) * f)[None, :]
-    if LAYOUT == DS_MLA:
-        acc *= unit[:, None]
     target = out + (n // CH * out_stride_head + n % CH)[None, :] + (r * out_stride_row)[:, None]
     tl.store(target, acc.to(tl.float16), mask=live[:, None] & valid[None, :])
 
