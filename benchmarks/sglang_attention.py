@@ -15,6 +15,7 @@ import contextlib
 import csv
 import statistics
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,7 @@ def main() -> int:
                         stage.trace(args.traces / f"{backend}.json.gz")
                     del stage
                 except Exception as error:  # one backend's failure is a row of the table, not the end of it
+                    traceback.print_exc()
                     result["note"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
                 rows.append(
                     {
