@@ -10,11 +10,13 @@ import torch
 
 from uncast.checkpoints.files import CheckpointError, read_json
 from uncast.checkpoints.generation import read_generation_config
+from uncast.checkpoints.shard import shard_layer
 from uncast.checkpoints.source import SafetensorsSource
 from uncast.models.config import ConfigError, ModelConfig
 from uncast.models.decoder import Layer, MLADecoder, MLAWeights
 from uncast.models.indexer import IndexerWeights
 from uncast.models.layers import MLP, ExpertStack, MoE
+from uncast.models.parallel import Parallel, local_config
 from uncast.quant.packed import DEFAULT_CACHE_BYTES, DequantCache, Weight, concat_rows, empty_stack, put_expert
 
 Progress = Callable[[int, int], None]
@@ -49,6 +51,7 @@ def load_model(
     note: Note | None = None,
     keep_packed: bool = True,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
+    parallel: Parallel | None = None,
 ) -> MLADecoder:
     """Loads a checkpoint folder (`config.json` and safetensors), layer by layer.
 
@@ -57,13 +60,14 @@ def load_model(
         latent_norm_eps: see `ModelConfig.from_hf`.
         keep_packed: MLPs, experts and projections stored as NVFP4 or FP8 blocks stay so; otherwise they are multiplied out.
         cache_bytes: of dequantised matrices kept on a CPU, see `DequantCache`.
+        parallel: the group among whose ranks the model is shared; only this rank's part stays in memory.
 
     Raises:
         CheckpointError: in one sentence that names the file or tensor.
     """
     config = load_config(folder, latent_norm_eps=latent_norm_eps)
     source = SafetensorsSource(folder, read_json(folder / "config.json"))
-    loader = LayerLoader(config, source, dtype, torch.device(device), keep_packed, cache_bytes)
+    loader = LayerLoader(config, source, dtype, torch.device(device), keep_packed, cache_bytes, parallel)
     embed = loader.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = []
     for index in range(config.num_layers):
@@ -74,7 +78,11 @@ def load_model(
     lm_head = (
         embed if config.tie_word_embeddings else loader.get("lm_head.weight", config.vocab_size, config.hidden_size)
     )
-    model = MLADecoder(config, embed, layers, final_norm, lm_head)
+    if parallel is not None:
+        rows = parallel.range_of(config.vocab_size)
+        lm_head = lm_head[rows.start : rows.stop].clone()
+        config = local_config(config, parallel)
+    model = MLADecoder(config, embed, layers, final_norm, lm_head, parallel=parallel)
     if note is not None:
         for sentence in loader.notes(layers):
             note(sentence)
@@ -102,11 +110,12 @@ class LayerLoader:
         device: torch.device,
         keep_packed: bool,
         cache_bytes: int,
+        parallel: Parallel | None = None,
     ) -> None:
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
-        self.keep_packed = keep_packed
+        self.keep_packed, self.parallel = keep_packed, parallel
         self.cache = DequantCache(cache_bytes) if device.type == "cpu" else None
-        self._not_as_declared: list[str] = []
+        self._not_as_declared: dict[str, None] = {}
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A dense tensor, whatever it is stored as."""
@@ -120,7 +129,7 @@ class LayerLoader:
         if isinstance(found, torch.Tensor):
             declared = self.source.quantization
             if declared.kind == "nvfp4" and not declared.excludes(name.removesuffix(".weight")):
-                self._not_as_declared.append(name)
+                self._not_as_declared[name] = None
             return found.to(self.device)
         return replace(found.to(self.device), cache=self.cache)
 
@@ -128,13 +137,23 @@ class LayerLoader:
         """What a user should know of this checkpoint, a sentence each."""
         if self._not_as_declared:
             yield (
-                f"{len(self._not_as_declared)} weights are stored in 16 bits although the settings name them NVFP4, such as "
-                f"{self._not_as_declared[0]}: they are used as stored"
+                f"weights that the settings name NVFP4 but that are stored in 16 bits, such as {next(iter(self._not_as_declared))}: "
+                f"{len(self._not_as_declared)}, used as stored"
             )
         if self.source.quantization.fp8_cache and (sentence := cache_scale_note(layers)) is not None:
             yield sentence
 
+    def mine(self, count: int) -> range:
+        """Which of `count` things this process has: all, or its rank's part."""
+        return range(count) if self.parallel is None else self.parallel.range_of(count)
+
     def layer(self, index: int) -> Layer:
+        """The layer, or this rank's part of it."""
+        layer = self.whole(index)
+        return layer if self.parallel is None else shard_layer(layer, self.config, self.parallel, self.dtype)
+
+    def whole(self, index: int) -> Layer:
+        """The layer with, of its routed experts, this process's."""
         config, prefix = self.config, f"model.layers.{index}."
         mlp = self.mlp(prefix + "mlp.", config.intermediate_size) if config.mlp_kinds[index] == "dense" else None
         return Layer(
@@ -214,7 +233,7 @@ class LayerLoader:
             config=moe,
             router=self.get(prefix + "gate.weight", moe.num_experts, hidden, dtype=torch.float32),
             bias=self.get(bias_name, moe.num_experts, dtype=torch.float32) if moe.scoring == "sigmoid" else None,
-            experts=self.experts(prefix + "experts.", range(moe.num_experts), moe.intermediate_size),
+            experts=self.experts(prefix + "experts.", self.mine(moe.num_experts), moe.intermediate_size),
             shared=self.mlp(prefix + "shared_experts.", shared) if shared else None,
         )
 

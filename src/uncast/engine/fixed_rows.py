@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from uncast.models.decoder import MLADecoder
+from uncast.models.decoder import AnyMLP, MLADecoder
 from uncast.models.layers import MoE, route
+from uncast.models.parallel import ShardedMLP, ShardedMoE
 
 ROW_TILE = 16
 """Rows of a tile. 16 float32 or 32 BF16 rows keep every tile of any width on a 64-byte boundary."""
@@ -43,8 +44,16 @@ class FixedRowMoE(MoE):
 def with_fixed_rows(model: MLADecoder) -> MLADecoder:
     """The same weights in a decoder whose mixtures are `FixedRowMoE` and whose attention is always absorbed, as decoding is;
     `model` itself is unchanged."""
-    layers = [
-        replace(layer, mlp=FixedRowMoE(**vars(layer.mlp))) if isinstance(layer.mlp, MoE) else layer
-        for layer in model.layers
-    ]
-    return MLADecoder(model.config, model.embed, layers, model.final_norm, model.lm_head, prefill="absorbed")
+    layers = [replace(layer, mlp=_fixed(layer.mlp)) for layer in model.layers]
+    parallel = None if model.parallel is None else replace(model.parallel, ordered=True)
+    return MLADecoder(
+        model.config, model.embed, layers, model.final_norm, model.lm_head, prefill="absorbed", parallel=parallel
+    )
+
+
+def _fixed(mlp: AnyMLP) -> AnyMLP:
+    if isinstance(mlp, MoE):
+        return FixedRowMoE(**vars(mlp))
+    if isinstance(mlp, ShardedMLP | ShardedMoE):
+        mlp = replace(mlp, parallel=replace(mlp.parallel, ordered=True))
+    return replace(mlp, whole=True) if isinstance(mlp, ShardedMoE) else mlp

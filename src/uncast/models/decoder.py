@@ -23,6 +23,7 @@ from uncast.latent.codec import Scale
 from uncast.models.config import ModelConfig
 from uncast.models.indexer import IndexCache, Indexer, IndexerWeights
 from uncast.models.layers import MLP, MoE, rms_norm
+from uncast.models.parallel import Parallel, ShardedMLP, ShardedMoE
 from uncast.models.rope import Rope
 from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, attend_chunks, split_prefill
 from uncast.quant.matmul import linear
@@ -54,6 +55,9 @@ class MLAWeights:
     indexer: IndexerWeights | None = None
 
 
+AnyMLP = MLP | MoE | ShardedMLP | ShardedMoE
+
+
 @dataclass
 class Layer:
     """One decoder layer: norms [hidden], attention, MLP or MoE."""
@@ -61,7 +65,7 @@ class Layer:
     input_norm: torch.Tensor
     attention: MLAWeights
     post_norm: torch.Tensor
-    mlp: MLP | MoE
+    mlp: AnyMLP
 
 
 @dataclass
@@ -104,6 +108,7 @@ class MLADecoder:
 
     Attributes:
         prefill: "auto" (un-absorbed where it is cheaper), "absorbed" or "unabsorbed" (every request with several queries).
+        parallel: the group whose ranks have the model's parts, `config` then names this rank's heads; None for a whole model.
     """
 
     def __init__(
@@ -114,10 +119,11 @@ class MLADecoder:
         final_norm: torch.Tensor,
         lm_head: torch.Tensor,
         prefill: str = "auto",
+        parallel: Parallel | None = None,
     ) -> None:
         if prefill not in PREFILL_MODES:
             raise ValueError(f"prefill is {prefill!r}: allowed are {', '.join(PREFILL_MODES)}")
-        self.config, self.prefill = config, prefill
+        self.config, self.prefill, self.parallel = config, prefill, parallel
         self.embed, self.layers, self.final_norm, self.lm_head = embed, layers, final_norm, lm_head
         self.rope = Rope(config.rope, embed.device)
         self.indexer: Indexer | None = None
@@ -147,7 +153,8 @@ class MLADecoder:
             hidden = hidden + _scaled(attended, branch)
             hidden = hidden + _scaled(layer.mlp(rms_norm(hidden, layer.post_norm, eps)), branch)
         wanted = _scaled(rms_norm(hidden[batch.logit_rows], self.final_norm, eps), config.logit_scale)
-        return F.linear(wanted, self.lm_head).to(torch.float32)
+        logits = F.linear(wanted, self.lm_head).to(torch.float32)
+        return logits if self.parallel is None else self.parallel.gather(logits, config.vocab_size)
 
     def _attend(self, weights: MLAWeights, x: torch.Tensor, cache: torch.Tensor, step: _Step) -> torch.Tensor:
         config, tokens = self.config, x.shape[0]
@@ -174,7 +181,8 @@ class MLADecoder:
             values = _absorbed(weights, q_nope, q_pe, cache, batch.attention, scales, step.indices)
         else:
             values = _by_chunk(config, weights, q_nope, q_pe, cache, step.split, scales)
-        return linear(values.reshape(tokens, -1), weights.o)
+        project = linear if self.parallel is None else self.parallel.project
+        return project(values.reshape(tokens, -1), weights.o)
 
     def _select(
         self, indexer: Indexer, weights: IndexerWeights, x: torch.Tensor, c_q: torch.Tensor, step: _Step

@@ -1,0 +1,217 @@
+"""The processes of one server: rank 0 leads, the others do each forward step with it, and no one outlives the rest.
+
+    rank 0    engine, scheduler, tokenizer, HTTP        sends every step to the others before it runs it
+    rank r    a runner on its part of the model         runs what it is told, in that order
+
+Each follower holds one connection to rank 0 over the loopback interface. It carries the steps, and its end tells of a death:
+the kernel closes it whatever a process dies of, so every rank ends with a sentence at once, whatever it is waiting for. A rank
+that hangs without dying is found by the timeout of the collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from typing import NoReturn
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from uncast.models.parallel import Parallel, ParallelError, form_group
+
+COLLECTIVE_TIMEOUT_S = 120.0
+_CLOSE_S = 10.0
+_HOST = "127.0.0.1"
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """One forward step: the rows of a batch, see `uncast.engine.runner`."""
+
+    ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    tables: list[list[int]]
+    kv_lens: list[int]
+    ends: list[int]
+    wanted: list[int]
+
+
+class TakePages(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 has written these pages (from host memory) and sends their bytes to everyone."""
+
+    pages: list[int]
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The sender's model is loaded; from rank 0: everyone's is."""
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 has finished; from a follower: so has it."""
+
+
+Message = Step | TakePages | Ready | Stop
+_decode = msgspec.msgpack.Decoder(Message).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Crew:
+    """This process among its peers.
+
+    Attributes:
+        parallel: the group, for the model.
+        say: prints a sentence before the process ends because of a peer.
+    """
+
+    def __init__(self, parallel: Parallel, device: torch.device, say: Callable[[str], None] | None = None) -> None:
+        """Connects every follower to rank 0; all ranks have to call it at about the same time.
+
+        Raises:
+            ParallelError: a rank did not connect.
+        """
+        self.parallel, self.say = parallel, say or _print
+        parallel.on_failure = self.abandon
+        self._peers: dict[int, Connection] = {}
+        self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._send_lock = threading.Lock()
+        if self.leads:
+            self._listen(device)
+        else:
+            self._connect(device)
+        for rank, peer in self._peers.items():
+            threading.Thread(target=self._watch, args=(rank, peer), name=f"uncast-rank-{rank}", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        return self.parallel.rank == 0
+
+    def wait_ready(self) -> None:
+        """Returns on every rank once every rank has called it, however long some take."""
+        if self.leads:
+            for _ in self._peers:
+                self.receive()
+            self.tell(Ready())
+        else:
+            self.tell(Ready())
+            self.receive()
+
+    def tell(self, message: Message) -> None:
+        """Sends to every peer of this rank: from rank 0 to all, from a follower to rank 0."""
+        encoded = _encode(message)
+        with self._send_lock:
+            for rank, peer in self._peers.items():
+                try:
+                    peer.send_bytes(encoded)
+                except OSError:
+                    self.abandon(self._ended(rank))
+
+    def receive(self) -> Message:
+        """The next message to this rank; waits for it."""
+        return self._inbox.get()[1]
+
+    def close(self) -> None:
+        """Ends the crew in order, every rank for itself: rank 0 tells the others to stop and waits until they have."""
+        self._closing.set()
+        if self.leads:
+            self.tell(Stop())
+            for _ in self._peers:
+                try:
+                    self._inbox.get(timeout=_CLOSE_S)
+                except queue.Empty:
+                    self.say("a process has not stopped in time")
+                    break
+        else:
+            self.tell(Stop())
+
+    def abandon(self, sentence: str) -> NoReturn:
+        """Ends this process at once: its peers cannot go on either."""
+        self.say(sentence)
+        os._exit(1)
+
+    def _listen(self, device: torch.device) -> None:
+        key = secrets.token_bytes(32)
+        with Listener((_HOST, 0), authkey=key, backlog=self.parallel.world) as listener:
+            port = int(listener.address[1])
+            _share(torch.tensor([port, *key], dtype=torch.int64, device=device), self.parallel)
+            while len(self._peers) < self.parallel.world - 1:
+                peer = listener.accept()
+                self._peers[int.from_bytes(peer.recv_bytes(), "little")] = peer
+
+    def _connect(self, device: torch.device) -> None:
+        shared = torch.zeros(33, dtype=torch.int64, device=device)
+        _share(shared, self.parallel)
+        port, *key = shared.tolist()
+        try:
+            leader = Client((_HOST, port), authkey=bytes(key))
+            leader.send_bytes(self.parallel.rank.to_bytes(8, "little"))
+        except (OSError, EOFError) as error:
+            raise ParallelError(f"rank {self.parallel.rank} cannot reach rank 0 on this machine: {error}") from None
+        self._peers[0] = leader
+
+    def _watch(self, rank: int, peer: Connection) -> None:
+        """Reads a peer's messages; its end without a Stop is this process's."""
+        while True:
+            try:
+                message = _decode(peer.recv_bytes())
+            except (OSError, EOFError):
+                if not self._closing.is_set():
+                    self.abandon(self._ended(rank))
+                return
+            self._inbox.put((rank, message))
+            if isinstance(message, Stop):
+                return
+
+    def _ended(self, rank: int) -> str:
+        here, world = self.parallel.rank, self.parallel.world
+        return f"rank {here} of {world} ends, because rank {rank} has ended and none can go on alone"
+
+
+def _share(tensor: torch.Tensor, parallel: Parallel) -> None:
+    parallel.from_first(tensor)
+
+
+def _print(sentence: str) -> None:
+    print(f"uncast: {sentence}", file=sys.stderr, flush=True)
+
+
+def join_crew(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Crew | None:
+    """This process's crew as `torchrun` started it; None if it runs alone.
+
+    Raises:
+        ParallelError: the processes are on several machines, more than there are GPUs, or cannot find each other.
+    """
+    rank, world, here = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world is None or world < 2 or rank is None:
+        return None
+    if here is not None and here != world:
+        raise ParallelError(
+            f"{world} processes run on more than one machine: uncast serves from one; use its SGLang or vLLM plug-in beyond"
+        )
+    local = _variable("LOCAL_RANK")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        gpus, number = torch.cuda.device_count(), rank if local is None else local
+        if world > gpus:
+            raise ParallelError(f"{world} processes were started and there are {gpus} GPUs: start one for each at most")
+        torch.cuda.set_device(number)
+        device = torch.device("cuda", number)
+    form_group("nccl" if device.type == "cuda" else "gloo", rank, world, timeout_s)
+    return Crew(Parallel(rank, world), device)
+
+
+def leave_crew(crew: Crew) -> None:
+    """Ends what `join_crew` began; no collective may follow."""
+    crew.close()
+    dist.destroy_process_group()
+
+
+def _variable(name: str) -> int | None:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else None

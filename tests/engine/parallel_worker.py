@@ -1,0 +1,106 @@
+"""One of several processes of tests/engine/test_parallel.py: `parallel_worker.py OUT WHAT FOLDER...`; rank 0 writes to OUT."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from uncast.checkpoints.load import load_model
+from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.crew import Crew, join_crew
+from uncast.engine.lockstep import follow, make_runner
+from uncast.engine.request import Request
+from uncast.engine.runner import ModelRunner, Sequence
+from uncast.engine.sampler import SamplingParams
+from uncast.engine.tokenizer import Tokenizer
+from uncast.models.parallel import Parallel
+
+TIMEOUT_S = 8.0
+PROMPTS = [list(range(3, 40)), [7, 1, 5], list(range(60, 90))]
+
+
+def logits(runner: ModelRunner) -> list[torch.Tensor]:
+    """Two prompts in one step, then three decode steps of one of them beside a prefill of a third."""
+    first, second, third = (Sequence(list(prompt)) for prompt in PROMPTS)
+    for sequence in (first, second, third):
+        runner.ensure_pages(sequence, 64)
+    found = [runner.step([(first, 37), (second, 3)], every_token=True)]
+    for _ in range(3):
+        first.tokens.append(int(found[-1][0].argmax()))
+        found.append(runner.step([(first, 1), (third, 10)]))
+    return found
+
+
+def texts(runner: ModelRunner, tokenizer: Tokenizer) -> tuple[list[list[int]], int]:
+    """Greedy tokens of six requests that do not fit into the pool together, and how often one was swapped out."""
+    engine = Engine(runner, tokenizer, EngineConfig(max_running=6, max_step_tokens=32))
+    found: dict[str, list[int]] = {}
+    for number in range(6):
+        prompt = [(31 * number + 7 * i) % 500 for i in range(20 + number)]
+        engine.add(Request(prompt, SamplingParams(), 40, request_id=str(number), ignore_eos=True))
+    while engine.has_work:
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    engine.check_integrity()
+    return [found[str(number)] for number in range(6)], engine.stats().preemptions_total
+
+
+def work(what: str, folder: Path, crew: Crew) -> Any:
+    """What this process finds out; None on a rank that follows."""
+    model = load_model(folder, parallel=crew.parallel)
+    layout = "fp8_ds_mla" if what == "texts" else "fp32"
+    runner = make_runner(
+        model,
+        crew,
+        lambda: 12 + crew.parallel.rank,
+        kv_layout=layout,
+        page_size=16,
+        deterministic=what == "deterministic",
+    )
+    assert runner.pool.num_pages == 12
+    if not crew.leads:
+        if what in FAULTS:
+            runner.run_batch = FAULTS[what]  # type: ignore[method-assign]
+        follow(runner, crew)
+        return None
+    found = texts(runner, Tokenizer(folder)) if what == "texts" else logits(runner)
+    if what == "leader dies":
+        die()
+    return found
+
+
+def die(_: object = None) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(_: object) -> None:
+    time.sleep(600)
+
+
+FAULTS = {"dies": die, "hangs": hang}
+
+
+def main() -> None:
+    out, what, *folders = sys.argv[1:]
+    crew = join_crew(TIMEOUT_S)
+    assert crew is not None
+    found = []
+    for number, folder in enumerate(folders):
+        if number:
+            crew = Crew(Parallel(crew.parallel.rank, crew.parallel.world), torch.device("cpu"))
+        found.append(work(what, Path(folder), crew))
+        crew.close()
+    if crew.leads:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
