@@ -9,9 +9,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-from uncast.kernels.variants import CHIPS, Report, Variant, compile_variant, markdown, packed_variants, variants
+from uncast.kernels.variants import (
+    CHIPS,
+    Report,
+    Variant,
+    compile_variant,
+    markdown,
+    packed_variants,
+    sparse_variants,
+    variants,
+)
 
-VARIANTS = {v.name: v for v in (*variants(), *packed_variants())}
+VARIANTS = {v.name: v for v in (*variants(), *packed_variants(), *sparse_variants())}
 SUBSET = [
     ("mma_fp8_e4m3_bf16_rows8_64x2_batch32", 89),
     ("mma_fp8_e4m3_bf16_rows16_64x2_batch1_integer", 86),
@@ -32,17 +41,23 @@ SUBSET = [
     ("packed_nvfp4_gated_rows16", 90),
     ("packed_nvfp4_gated_rows32", 86),
     ("packed_fp8_split_rows16", 80),
+    ("sparse_fp8_ds_mla_bf16_rows8_64x2", 89),
+    ("sparse_fp8_ds_mla_bf16_rows32_32x2_integer", 86),
+    ("sparse_fp8_e4m3_bf16_rows16_64x2", 120),
+    ("sparse_bf16_bf16_rows16_32x2_integer", 80),
+    ("wgmma_sparse_fp8_ds_mla_rows64", 90),
+    ("wgmma_sparse_fp8_e4m3_rows16", 90),
 ]
 
 
 def test_the_list_is_small_and_every_chip_has_every_layout() -> None:
-    assert len(VARIANTS) == len(variants()) + len(list(packed_variants())) and len(variants()) <= 100
+    apart = [*packed_variants(), *sparse_variants()]
+    assert len(VARIANTS) == len(variants()) + len(apart) and len(variants()) <= 100 and len(apart) <= 60
     for chip in CHIPS:
         for layout in ("bf16", "fp8_e4m3", "fp8_ds_mla"):
-            assert any(chip in v.chips and v.name.startswith(f"mma_{layout}_") for v in VARIANTS.values()), (
-                chip,
-                layout,
-            )
+            for kind in ("mma", "sparse"):
+                found = [v for v in VARIANTS.values() if chip in v.chips and v.name.startswith(f"{kind}_{layout}_")]
+                assert found, (chip, kind, layout)
     hopper = [v for v in VARIANTS.values() if v.name.startswith("wgmma")]
     assert hopper and all(v.chips == (90,) for v in hopper)
 

@@ -1,6 +1,7 @@
 """`native`: the project's own GPU kernels. The cache is read as it is stored, in every path.
 
-On Hopper the warp-specialised wgmma kernel runs what it supports, else the portable mma.sync kernel.
+On Hopper the warp-specialised wgmma kernels run what they support, else the portable mma.sync kernels; dense and sparse
+attention have a pair each.
 """
 
 from __future__ import annotations
@@ -9,9 +10,28 @@ import torch
 
 from uncast.attention.backend import Backend, Capability
 from uncast.attention.problem import Problem, ProblemError, ProblemSpec
-from uncast.kernels import cache_write, mma_launch, wgmma_launch
-from uncast.kernels.launch import is_aligned, make_call
+from uncast.kernels import cache_write, mma_launch, sparse_launch, wgmma_launch, wgmma_sparse_launch
+from uncast.kernels.launch import Call, is_aligned, make_call
 from uncast.latent.codec import Scale
+
+_Plan = mma_launch.MmaPlan | wgmma_launch.WgmmaPlan | sparse_launch.MmaSparsePlan | wgmma_sparse_launch.WgmmaSparsePlan
+
+
+def _hopper_refusal(spec: ProblemSpec) -> str | None:
+    return wgmma_sparse_launch.supports(spec) if spec.topk else wgmma_launch.supports(spec)
+
+
+def _launch(plan: _Plan, call: Call, indices: torch.Tensor | None) -> None:
+    if isinstance(plan, mma_launch.MmaPlan):
+        mma_launch.launch(plan, call)
+    elif isinstance(plan, wgmma_launch.WgmmaPlan):
+        wgmma_launch.launch(plan, call)
+    elif indices is None:
+        raise ProblemError(f"no indices were given: the plan is for topk {plan.problem.spec.topk}")
+    elif isinstance(plan, sparse_launch.MmaSparsePlan):
+        sparse_launch.launch(plan, call, indices)
+    else:
+        wgmma_sparse_launch.launch(plan, call, indices)
 
 
 class NativeBackend(Backend):
@@ -29,12 +49,10 @@ class NativeBackend(Backend):
         if kernel not in ("auto", "mma", "wgmma"):
             raise ProblemError(f"kernel is {kernel!r}: allowed are auto, mma and wgmma")
         self._kernel = kernel
-        self._plan: mma_launch.MmaPlan | wgmma_launch.WgmmaPlan | None = None
+        self._plan: _Plan | None = None
 
     def capability(self, spec: ProblemSpec) -> Capability:
-        if spec.topk:
-            return Capability.refused(f"native attends to every row, and topk is {spec.topk}")
-        reason = wgmma_launch.supports(spec) if self._kernel == "wgmma" else mma_launch.supports(spec)
+        reason = _hopper_refusal(spec) if self._kernel == "wgmma" else mma_launch.supports(spec)
         return Capability.refused(reason) if reason else Capability.claimed()
 
     def plan(self, problem: Problem) -> None:
@@ -45,9 +63,12 @@ class NativeBackend(Backend):
         if problem.batch_size == 0 or problem.total_q == 0:
             self._plan = None
             return
-        hopper = self._kernel != "mma" and wgmma_launch.supports(problem.spec) is None
+        hopper = self._kernel != "mma" and _hopper_refusal(problem.spec) is None
         with torch.cuda.device(device):
-            self._plan = (wgmma_launch if hopper else mma_launch).make_plan(problem, num_sms)
+            if problem.spec.topk:
+                self._plan = (wgmma_sparse_launch if hopper else sparse_launch).make_plan(problem, num_sms)
+            else:
+                self._plan = (wgmma_launch if hopper else mma_launch).make_plan(problem, num_sms)
 
     def run(
         self,
@@ -71,10 +92,7 @@ class NativeBackend(Backend):
             lse_base=self._problem.spec.lse_base, ckv_scale=ckv_scale, kpe_scale=kpe_scale, dummy=self._dummy,
         )  # fmt: skip
         with torch.cuda.device(cache.device):
-            if isinstance(self._plan, mma_launch.MmaPlan):
-                mma_launch.launch(self._plan, call)
-            else:
-                wgmma_launch.launch(self._plan, call)
+            _launch(self._plan, call, indices)
         if target is not out:
             out.copy_(target)
 

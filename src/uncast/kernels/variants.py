@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import re
 import sys
 import time
@@ -30,12 +31,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from uncast.attention.problem import ProblemSpec
-from uncast.kernels import combine, gather_rows, mma_launch, packed_matmul, wgmma_launch
+from uncast.kernels import (
+    combine,
+    gather_rows,
+    mma_launch,
+    packed_matmul,
+    sparse_launch,
+    wgmma_launch,
+    wgmma_sparse_launch,
+)
 from uncast.kernels.cache_write import cache_write_kernel
 from uncast.kernels.mma_decode import mma_decode_kernel
+from uncast.kernels.mma_sparse import mma_sparse_kernel
 from uncast.kernels.schedule import BATCH_BUCKETS
 from uncast.kernels.unpack import NATIVE_ARCH
 from uncast.kernels.wgmma_decode import wgmma_decode_kernel
+from uncast.kernels.wgmma_sparse import wgmma_sparse_kernel
 from uncast.latent.layouts import LAYOUT_NAMES, row_layout
 
 CHIPS = (80, 86, 89, 90, 100, 120)
@@ -177,7 +188,7 @@ def _gather_variants() -> Iterator[Variant]:
 
 
 def packed_variants() -> Iterator[Variant]:
-    """A list of its own, for weights instead of attention: products of GLM-5's experts (6144 x 2048, 256 of them) and of a lone matrix with its columns split."""
+    """A list of its own, for weights: products of GLM-5's experts (6144 x 2048, 256) and of a lone matrix, columns split."""
     for name, format_ in (("nvfp4", packed_matmul.NVFP4.value), ("fp8", packed_matmul.FP8.value)):
         planes = packed_matmul.PLANES[format_]
         for rows in (16, 32, 64):
@@ -197,6 +208,34 @@ def packed_variants() -> Iterator[Variant]:
                         f"packed_{name}_{label}_rows{rows}", packed_matmul.packed_matmul_kernel, types, given,
                         CHIPS if rows < 64 else WIDE_CHIPS, packed_matmul.NUM_WARPS, packed_matmul.num_stages(rows),
                     )  # fmt: skip
+
+
+def sparse_variants() -> Iterator[Variant]:
+    """A list of its own, for sparse attention: batches of up to 32 requests."""
+    for layout in mma_launch.LAYOUTS:
+        narrow, rope = ("*bf16" if layout == "bf16" else "*i16"), ("*i16" if layout == "fp8_e4m3" else "*bf16")
+        for dtype in mma_launch.QUERY_DTYPES if layout != "fp8_e4m3" else mma_launch.QUERY_DTYPES[:1]:
+            q = "*" + _SHORT[dtype]
+            where: dict[tuple[mma_launch.MmaConfig, bool], dict[int, None]] = {}
+            for heads, chip in itertools.product((8, 16, 64), CHIPS):
+                spec = ProblemSpec(num_heads=heads, kv_layout=layout, q_data_type=dtype, arch=chip)
+                key = (sparse_launch.choose_config(spec), chip >= NATIVE_ARCH)
+                where.setdefault(key, {})[chip] = None
+            for (config, native), chips in where.items():
+                args = sparse_launch.constexprs(layout, dtype, min(chips), config, 32)
+                types = _types(
+                    mma_sparse_kernel, args, q_nope=q, q_pe=q, out=q, ckv_base=narrow, kpe_base=rope, indices="*i32"
+                )
+                shape = f"rows{config.block_rows}_{config.step}x{config.stages}{'' if native else '_integer'}"
+                yield Variant(f"sparse_{layout}_{_SHORT[dtype]}_{shape}", mma_sparse_kernel, types, args, tuple(chips))
+    for layout, stages in wgmma_sparse_launch.STAGES.items():
+        for rows in stages:
+            args = wgmma_sparse_launch.constexprs(layout, rows, 32)
+            types = _types(
+                wgmma_sparse_kernel, args, q_nope="*bf16", q_pe="*bf16", out="*bf16", partial_o="*fp16", ckv_base="*i16",
+                kpe_base="*i16", cache_words="*fp32", indices="*i32",
+            )  # fmt: skip
+            yield Variant(f"wgmma_sparse_{layout}_rows{rows}", wgmma_sparse_kernel, types, args, (90,))
 
 
 def variants() -> list[Variant]:
@@ -291,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chips = {int(c) for c in args.chips.split(",")} if args.chips else set(CHIPS)
     reports = []
-    for variant in (*variants(), *packed_variants()):
+    for variant in (*variants(), *packed_variants(), *sparse_variants()):
         for chip in variant.chips:
             if args.only in variant.name and chip in chips:
                 report = compile_variant(variant, chip)

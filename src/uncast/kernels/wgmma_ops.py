@@ -234,9 +234,15 @@ def seven_bits(x):
 
 @gluon.jit
 def hide_rows(x, tile_row0, limits, mma: gl.constexpr):
-    """Masks the scores of rows that a query must not see: `limits` [BN] is the number of rows it sees."""
-    rows = tile_row0 + gl.arange(0, 64, gl.SliceLayout(1, mma))
-    return gl.where(rows[:, None] < limits.load(gl.SliceLayout(0, mma))[None, :], x, HIDDEN)
+    """Masks the scores of rows that a query must not see. `limits`: int32 [BN], the number of rows each query sees; or, sparse,
+    [ST, 64], whether the rows of the tile in each slot are selected."""
+    if limits.rank == 2:
+        selected = limits.index(tile_row0 // 64 % limits.shape[0]).load(gl.SliceLayout(1, mma))
+        hidden = gl.where((selected != 0)[:, None], x, HIDDEN)
+    else:
+        rows = tile_row0 + gl.arange(0, 64, gl.SliceLayout(1, mma))
+        hidden = gl.where(rows[:, None] < limits.load(gl.SliceLayout(0, mma))[None, :], x, HIDDEN)
+    return hidden
 
 
 @gluon.jit
