@@ -41,6 +41,28 @@ def test_json_is_one_object_with_the_promised_fields(folder: Path, capsys: pytes
     assert facts["kv_bytes_read_per_step"] == facts["kv_bytes_needed_per_step"] > 0
 
 
+@pytest.mark.parametrize(("family", "full"), [("glm_moe_dsa_52", 3), ("deepseek_v32", 4)])
+def test_sparse_attention_reads_what_it_selects(
+    family: str, full: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse = build_model_folder(tmp_path, family, num_hidden_layers=4)
+    prompt = "quick brown foxes jump over lazy dogs"
+    command = ["generate", prompt, "--model", str(sparse), "--max-tokens", "8"]
+    assert main([*command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    rows = facts["prompt_tokens"] + facts["tokens"] - 1
+    assert rows > 16 and facts["index_bytes_per_token_layer"] == 132
+    assert facts["kv_bytes_needed_per_step"] == 16 * 656 * 4 + rows * 132 * full == facts["kv_bytes_read_per_step"]
+    assert main([*command, "--kv-cache-dtype", "bf16"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        f"index cache         256 B per token in {full} layers" in out
+        and "at most 16 rows a query, and index keys" in out
+    )
+    assert main([*command, "--attention-backend", "gather_cast:torch_cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_bytes_read_per_step"] > facts["kv_bytes_read_per_step"]
+
+
 def test_every_layout_and_backend_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {}
     for layout in ("fp32", "bf16", "fp8_e4m3", "fp8_ds_mla"):
@@ -248,3 +270,40 @@ def test_a_small_model_computes_on_one_thread_unless_the_user_says_otherwise(
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("damage", ["shard", "tensor", "shape", "scale"])
+def test_a_damaged_checkpoint_exits_1_in_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    own = damaged(folder, tmp_path / "own", tie_word_embeddings=False)
+    weights, name = own / "model.safetensors", "model.layers.0.self_attn.o_proj.weight"
+    tensors = load_file(weights)
+    if damage == "shard":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "tensor":
+        del tensors[name]
+    elif damage == "shape":
+        tensors[name] = tensors[name][:, 1:].contiguous()
+    else:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    if damage != "shard":
+        save_file(tensors, weights)
+    sentence = {
+        "shard": "cannot open", "tensor": f"has no tensor {name}", "shape": "is needed",
+        "scale": f"is FP8 but {name}_scale_inv is missing",
+    }[damage]  # fmt: skip
+    assert generate(own) == 1
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_an_fp8_cache_without_scales_is_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(folder, "--kv-cache-dtype", "fp8_e4m3") == 0
+    assert capsys.readouterr().err == (
+        "uncast: note: no layer of this checkpoint has a k_scale: layout fp8_e4m3 uses 1.0 there\n"
+    )
+    assert generate(folder, "--kv-cache-dtype", "fp8_ds_mla") == 0
+    assert capsys.readouterr().err == ""

@@ -17,7 +17,7 @@ from uncast.models.decoder import Layer, MLADecoder, MLAWeights
 from uncast.models.indexer import IndexerWeights
 from uncast.models.layers import MLP, ExpertStack, MoE
 from uncast.models.parallel import Parallel, local_config
-from uncast.quant.packed import DEFAULT_CACHE_BYTES, DequantCache, Weight, concat_rows, empty_stack, put_expert
+from uncast.quant.packed import DEFAULT_CACHE_BYTES, DequantCache, Packed, Weight, concat_rows, empty_stack, put_expert
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all)."""
@@ -123,22 +123,25 @@ class LayerLoader:
 
     def weight(self, name: str, *shape: int) -> Weight:
         """A matrix of a linear layer, packed if it is stored packed."""
-        if not self.keep_packed:
-            return self.get(name, *shape)
-        found = self.source.weight(name, shape, self.dtype)
-        if isinstance(found, torch.Tensor):
-            declared = self.source.quantization
-            if declared.kind == "nvfp4" and not declared.excludes(name.removesuffix(".weight")):
-                self._not_as_declared[name] = None
-            return found.to(self.device)
-        return replace(found.to(self.device), cache=self.cache)
+        found = self.packed(name, *shape)
+        return self.get(name, *shape) if found is None else found
+
+    def packed(self, name: str, *shape: int) -> Packed | None:
+        """As `weight`, but None if it is not to be packed."""
+        found = self.source.packed(name, shape) if self.keep_packed else None
+        if found is not None:
+            return replace(found.to(self.device), cache=self.cache)
+        declared = self.source.quantization
+        if self.keep_packed and declared.kind == "nvfp4" and not declared.excludes(name.removesuffix(".weight")):
+            self._not_as_declared[name] = None
+        return None
 
     def notes(self, layers: Sequence[Layer]) -> Iterator[str]:
         """What a user should know of this checkpoint, a sentence each."""
         if self._not_as_declared:
             yield (
-                f"weights that the settings name NVFP4 but that are stored in 16 bits, such as {next(iter(self._not_as_declared))}: "
-                f"{len(self._not_as_declared)}, used as stored"
+                "weights that the settings name NVFP4 but that are stored in 16 bits, "
+                f"such as {next(iter(self._not_as_declared))}: {len(self._not_as_declared)}, used as stored"
             )
         if self.source.quantization.fp8_cache and (sentence := cache_scale_note(layers)) is not None:
             yield sentence
@@ -217,11 +220,14 @@ class LayerLoader:
 
     def mlp(self, prefix: str, intermediate: int) -> MLP:
         hidden = self.config.hidden_size
-        gate = self.weight(prefix + "gate_proj.weight", intermediate, hidden)
-        up = self.weight(prefix + "up_proj.weight", intermediate, hidden)
-        both = concat_rows(gate, up)
-        if both is None:  # packed in two ways, or blocks would straddle the seam
-            both = torch.cat([w if isinstance(w, torch.Tensor) else w.dequantize(self.dtype) for w in (gate, up)])
+        names = [f"{prefix}{part}_proj.weight" for part in ("gate", "up")]
+        gate, up = (self.packed(name, intermediate, hidden) for name in names)
+        both = None if gate is None or up is None else concat_rows(gate, up)
+        if both is None:  # dense, packed in two ways, or blocks would straddle the seam
+            dense = torch.empty(2 * intermediate, hidden, dtype=self.dtype)
+            for name, part in zip(names, dense.chunk(2), strict=True):
+                self.source.fill(name, part)
+            both = dense.to(self.device)
         return MLP(both, self.weight(prefix + "down_proj.weight", hidden, intermediate))
 
     def moe(self, prefix: str) -> MoE:

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from uncast.checkpoints import packed
 from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_regular, read_json
 from uncast.checkpoints.quantization import read_quantization
-from uncast.quant.packed import Weight
+from uncast.quant.packed import Packed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-RELEASE_BYTES = 32 << 20
+RELEASE_BYTES = 16 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,22 +63,27 @@ class SafetensorsSource:
         Raises:
             CheckpointError: missing, of another shape, of an unsupported dtype, or with a missing or wrong scale.
         """
-        found = self.weight(name, shape, dtype)
-        return found if isinstance(found, torch.Tensor) else found.dequantize(dtype)
+        self._path(name)
+        return self.fill(name, torch.empty(shape, dtype=dtype))
 
-    def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        """The tensor `name` as it is stored if that is packed, else as `dtype`; raises as `get`."""
-        stored = packed.read(self, name, shape)
+    def fill(self, name: str, out: torch.Tensor) -> torch.Tensor:
+        """As `get`, into a tensor of the right shape; returns it."""
+        stored = self.packed(name, tuple(out.shape))
         if stored is not None:
-            return stored
+            return out.copy_(stored.dequantize(out.dtype))
         tensor = self.read(name)
-        if tuple(tensor.shape) != shape:
-            raise DamagedCheckpoint(f"{name} in {self.folder} has shape {list(tensor.shape)}: {list(shape)} is needed")
+        if tensor.shape != out.shape:
+            where = f"{name} in {self.folder}"
+            raise DamagedCheckpoint(f"{where} has shape {list(tensor.shape)}: {list(out.shape)} is needed")
         if tensor.dtype not in _FLOATS:
             raise DamagedCheckpoint(
                 f"{name} in {self.folder} is {tensor.dtype}: BF16, FP16, FP32 and FP8 e4m3 are read, and NVFP4 with its scales"
             )
-        return tensor.to(dtype, copy=True)
+        return out.copy_(tensor)
+
+    def packed(self, name: str, shape: tuple[int, ...]) -> Packed | None:
+        """The weight `name` of logical `shape` as it is stored, None if that is not packed; raises as `get`."""
+        return packed.read(self, name, shape)
 
     def scalar(self, name: str) -> float | None:
         """A one-element tensor as a float, None if absent.

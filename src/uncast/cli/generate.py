@@ -16,10 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from uncast.attention import ProblemError, Refused
 from uncast.attention.registry import UnknownBackend
 from uncast.checkpoints.bundled import BUNDLED, model_folder
-from uncast.checkpoints.files import CheckpointError
+from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint
 from uncast.checkpoints.generation import read_generation_config
 from uncast.checkpoints.kv_scales import apply_kv_scales
-from uncast.checkpoints.load import load_config, load_model
+from uncast.checkpoints.load import cache_scale_note, load_config, load_model
 from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
 from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
@@ -108,7 +108,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.page_size < 1:
         raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
     scales = scales_of(args.kv_scales, args.kv_cache_dtype, config)
-    model = load_with_bar(folder, config.num_layers, quiet=args.json)
+    layout = args.kv_cache_dtype if scales is None else "auto"
+    model = load_with_bar(folder, config.num_layers, quiet=args.json, kv_layout=layout)
     if scales is not None:
         apply_kv_scales(model, scales)
     runner = ModelRunner(
@@ -141,17 +142,33 @@ def _sampling(args: argparse.Namespace, folder: Path, vocab_size: int) -> Sampli
     return SamplingParams(chosen["temperature"], int(chosen["top_k"]), chosen["top_p"], chosen["min_p"], seed=args.seed)
 
 
-def load_with_bar(folder: Path, layers: int, *, quiet: bool = False) -> MLADecoder:
-    """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar on stderr."""
+def load_with_bar(folder: Path, layers: int, *, quiet: bool = False, kv_layout: str = "auto") -> MLADecoder:
+    """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar and the checkpoint's notes on stderr.
+
+    Args:
+        kv_layout: of the cache; with `fp8_e4m3` missing scales are noted.
+
+    Raises:
+        CheckpointError: a checkpoint that is not supported. WorkError: a damaged one.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    notes: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} layers"))
     console = Console(file=sys.stderr, quiet=quiet)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {folder.name}", total=layers)
-        model = load_model(
-            folder, dtype=dtype, device=device, progress=lambda done, _: bar.update(task, completed=done)
-        )
+        try:
+            model = load_model(
+                folder, dtype=dtype, device=device, note=notes.append,
+                progress=lambda done, _: bar.update(task, completed=done),
+            )  # fmt: skip
+        except DamagedCheckpoint as error:
+            raise WorkError(str(error)) from None
+    if kv_layout == "fp8_e4m3" and (sentence := cache_scale_note(model.layers)) is not None:
+        notes.append(sentence)
+    for sentence in dict.fromkeys(notes):
+        print(f"uncast: note: {sentence}", file=sys.stderr)
     if device == "cpu" and model.config.hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return model
