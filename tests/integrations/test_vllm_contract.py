@@ -7,10 +7,12 @@ and the file is written anew once the backend follows.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -151,6 +153,17 @@ def test_register_with_vllm_itself() -> None:
     config = pytest.importorskip("vllm.config").AttentionConfig(backend="uncast")
     assert config.backend is backend
     assert backend.get_class().get_name() == "UNCAST" and not backend.get_class().get_impl_cls().__abstractmethods__
+
+
+def test_a_spawned_process_knows_the_name() -> None:
+    """vLLM's configuration is unpickled in a spawned process before plug-ins are loaded there."""
+    registry = pytest.importorskip("vllm.v1.attention.backends.registry")
+    plugin.register()
+    members = [registry.AttentionBackendEnum["UNCAST"], registry.AttentionBackendEnum["TRITON_MLA"]]
+    code = "import pickle, sys; print([m.name for m in pickle.load(sys.stdin.buffer)])"
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(members), capture_output=True, timeout=120)
+    assert done.stdout.decode().splitlines()[-1:] == ["['UNCAST', 'TRITON_MLA']"], done.stderr.decode()
+    assert pickle.loads(pickle.dumps(members)) == members and copy.deepcopy(members) == members
 
 
 def test_register_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

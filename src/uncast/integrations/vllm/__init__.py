@@ -8,8 +8,10 @@ finds the classes of `uncast.integrations.vllm.backend`. Importing this module i
 
 from __future__ import annotations
 
+import copyreg
 import importlib.metadata
 import logging
+from typing import Any
 
 __all__ = ["BACKEND_NAME", "CLASS_PATH", "register"]
 
@@ -46,7 +48,23 @@ def _register() -> str:
         register_backend(BACKEND_NAME, CLASS_PATH)
     elif known.get_path() != CLASS_PATH:
         return f"{known.get_path()} was registered by that name before uncast: remove one of the two"
+    copyreg.pickle(AttentionBackendEnum, _reduce)
     return ""
+
+
+def _reduce(member: Any) -> tuple[Any, tuple[Any, ...]]:
+    """How vLLM's enumeration is pickled: ours by a call that registers it first, the others as enumerations are, by value.
+
+    A process that vLLM spawns unpickles its configuration before it loads plug-ins, and would not know the value.
+    """
+    return (_restore, ()) if member.name == BACKEND_NAME else (type(member), (member.value,))
+
+
+def _restore() -> Any:
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[BACKEND_NAME]
 
 
 def vllm_version() -> str:
