@@ -1,4 +1,4 @@
-"""A random glm4_moe_lite folder with a byte-level tokenizer and a chat template, small enough for every test run."""
+"""A random model folder with a byte-level tokenizer and a chat template, small enough for every test run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TEMPLATE = (
 )
 
 
-def build_model_folder(folder: Path, **overrides: object) -> Path:
-    """Writes weights, config, tokenizer.json and tokenizer_config.json to `folder`."""
+def build_model_folder(folder: Path, family: str = "glm4_moe_lite", **overrides: object) -> Path:
+    """Writes weights, config, tokenizer.json and tokenizer_config.json to `folder`; 2 layers unless told otherwise."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    build_hf("glm4_moe_lite", folder, num_hidden_layers=2, **overrides)
+    build_hf(family, folder, **{"num_hidden_layers": 2, **overrides})
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

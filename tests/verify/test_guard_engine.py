@@ -44,6 +44,12 @@ def model(folder: Path) -> MLADecoder:
     return load_model(folder)
 
 
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> MLADecoder:
+    """Sparse attention: a layer that selects, and one that uses its selection."""
+    return load_model(build_model_folder(tmp_path_factory.mktemp("sparse"), "glm_moe_dsa_52", index_topk_pattern="FS"))
+
+
 @dataclass
 class Walk:
     """An engine that a path is walked on: `prepare` runs outside the guard, what it returns runs inside."""
@@ -180,10 +186,21 @@ def test_every_path_reads_as_stored(
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
-def test_every_path_catches_pool_cast(
-    path: Callable[[Walk], Callable[[], object]], model: MLADecoder, folder: Path
+def test_every_path_of_sparse_attention_reads_as_stored(
+    path: Callable[[Walk], Callable[[], object]], sparse: MLADecoder, folder: Path
 ) -> None:
-    act, pool = _prepared(path, Walk(model, Tokenizer(folder), CAST))
+    act, pool = _prepared(path, Walk(sparse, Tokenizer(folder), NATIVE))
+    assert len(pool.storages) == 2
+    with uncast.guard(watch=[pool]):
+        act()
+
+
+@pytest.mark.parametrize("attention", ["dense", "sparse"])
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
+def test_every_path_catches_pool_cast(
+    path: Callable[[Walk], Callable[[], object]], attention: str, model: MLADecoder, sparse: MLADecoder, folder: Path
+) -> None:
+    act, pool = _prepared(path, Walk(model if attention == "dense" else sparse, Tokenizer(folder), CAST))
     caught = pytest.raises(uncast.CastError, match=r"backends/_recast\.py:\d+.*backends/pool_cast\.py:\d+")
     with caught, uncast.guard(watch=[pool]):
         act()

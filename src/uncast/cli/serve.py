@@ -28,6 +28,7 @@ from uncast.engine.core import Engine, EngineConfig
 from uncast.engine.request import GenerationError
 from uncast.engine.runner import ModelRunner, RunnerError
 from uncast.engine.sampler import SamplingError
+from uncast.engine.step_bytes import token_bytes
 from uncast.engine.tokenizer import Tokenizer
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.latent.pool import check_page_size
@@ -165,7 +166,7 @@ def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:
         free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
         budget = int(free * _GPU_POOL_SHARE) if torch.cuda.is_available() else _CPU_POOL_BYTES
         full = int(args.max_running) * config.max_position_embeddings
-        tokens = min(budget // (layout.row_bytes * config.num_layers), full)
+        tokens = min(budget // token_bytes(config, layout), full)
     return max(1, -(-int(tokens) // int(args.page_size)))
 
 

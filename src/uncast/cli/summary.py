@@ -12,6 +12,7 @@ def summary(runner: ModelRunner, result: Generation) -> dict[str, Any]:
     """The `--json` object. Bytes are of the last step, over all layers; a step's copies count once read, once written."""
     step = result.step_bytes
     assert step is not None
+    index = runner.pool.index_layout
     return {
         "text": result.text,
         "tokens": result.tokens,
@@ -19,6 +20,7 @@ def summary(runner: ModelRunner, result: Generation) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "tokens_per_s": round(result.tokens_per_s, 2),
         "kv_bytes_per_token_layer": runner.pool.layout.row_bytes,
+        "index_bytes_per_token_layer": 0 if index is None else index.row_bytes,
         "kv_bytes_read_per_step": step.read,
         "kv_bytes_needed_per_step": step.needed,
         "kv_bytes_written_per_step": step.written,
@@ -42,8 +44,13 @@ def print_summary(facts: dict[str, Any], runner: ModelRunner, result: Generation
         ("tokens", f"{result.tokens} new after {result.prompt_tokens} of prompt, {result.tokens_per_s:.1f} tokens/s")
     )
     lines.append(("cache", f"{facts['kv_cache_dtype']}, {facts['kv_bytes_per_token_layer']} B per token and layer"))
+    indexer, what = runner.model.config.indexer, "live rows"
+    if indexer is not None:
+        full = len(indexer.full_layers)
+        lines.append(("index cache", f"{facts['index_bytes_per_token_layer']} B per token in {full} layers"))
+        what = f"at most {indexer.topk:,} rows a query, and index keys"
     lines.append(("attention", f"{facts['attention_backend']}, {runner.model.config.num_layers} layers"))
-    lines.append(("cache bytes needed", f"{needed:,} B in the last step (live rows, read once)"))
+    lines.append(("cache bytes needed", f"{needed:,} B in the last step ({what}, read once)"))
     ratio = f", {read / needed:.2f}x needed" if needed else ""
     lines.append(("cache bytes read", f"{read:,} B{ratio}"))
     if facts["kv_bytes_written_per_step"]:

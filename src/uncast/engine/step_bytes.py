@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from uncast.attention import AttentionPlan
 from uncast.backends.lightning_indexer import keys_read
-from uncast.latent.layouts import row_layout
+from uncast.latent.index_keys import matching_layout
+from uncast.latent.layouts import RowLayout, row_layout
 from uncast.latent.pool import PagedPool
 from uncast.models.config import ModelConfig
 
@@ -27,6 +28,14 @@ class StepBytes:
     read: int
     written: int
     pool_cast: int
+
+
+def token_bytes(config: ModelConfig, layout: RowLayout) -> int:
+    """Bytes that one token takes of a pool of `layout`, over all layers: its rows and, with an indexer, its keys."""
+    rows = layout.row_bytes * config.num_layers
+    if config.indexer is None:
+        return rows
+    return rows + matching_layout(layout, config.indexer.head_dim).row_bytes * len(config.indexer.full_layers)
 
 
 def step_bytes(
