@@ -115,7 +115,7 @@ def random_plan(rng: random.Random, device: str, backends: list[str]) -> str:
         sentence = str(refusal)
         assert len(sentence) > 15 and "\n" not in sentence, (backend, wrong, sentence)
         return type(refusal).__name__
-    expected, expected_lse = ProbeInputs((), case, case.cache).reference(plan.problem, plan.copy_layout)
+    expected, expected_lse = ProbeInputs((), case, case.cache).reference(plan.problem, plan.rounded_layout)
     row_error, tensor_error = relative_errors(out, expected)
     live = expected_lse.isfinite()
     assert row_error <= MAX_ROW_ERROR and tensor_error <= MAX_TENSOR_ERROR, (

@@ -47,6 +47,8 @@ class Backend(ABC):
         name: as registered.
         copy_layout: None for a backend that reads the cache as stored; else the layout of the copy that it attends to, whose
             rounded values, not the stored ones, are what its accuracy is measured against.
+        rounds_fp8: rounds the scaled values of an FP8 cache to BF16 as it reads them: measured like a copy in `bf16`, and
+            `auto` takes it for 16-bit caches only.
         requires: the package it needs beyond torch, by its name in an installation; "" for none.
         cuda_graph: whether `run` may be captured in a CUDA graph and replayed.
         uniform_q_len: whether all requests of a batch must have the same number of query rows.
@@ -56,10 +58,15 @@ class Backend(ABC):
 
     name: str
     copy_layout: str | None = None
+    rounds_fp8: bool = False
     requires: str = ""
     cuda_graph: bool = False
     uniform_q_len: bool = False
     lossy: bool = False
+
+    def rounded_layout(self, spec: ProblemSpec) -> str | None:
+        """The layout whose values attention is computed with where those are not the stored ones; else None."""
+        return "bf16" if self.rounds_fp8 and spec.layout.is_fp8 else self.copy_layout
 
     @abstractmethod
     def capability(self, spec: ProblemSpec) -> Capability:

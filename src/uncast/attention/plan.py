@@ -51,6 +51,11 @@ class AttentionPlan:
         """The layout of the copy that the backend attends to; None when it reads the cache as stored."""
         return self._impl.copy_layout
 
+    @property
+    def rounded_layout(self) -> str | None:
+        """The layout whose values attention is computed with where those are not the stored ones; else None."""
+        return self._impl.rounded_layout(self.problem.spec)
+
 
 def needed_rows(problem: Problem) -> int:
     """Rows to be read once: of each request all live ones or, where that is less, as many as its queries can select."""

@@ -103,6 +103,8 @@ class Selector:
             return str(error)
         if self._uncapturable(made):
             return f"{name}: {NO_GRAPH}"
+        if made.rounds_fp8 and spec.layout.is_fp8 and self.requested == "auto":
+            return f"{name} rounds the values of an FP8 cache to BF16: ask for it by name"
         capability = made.capability(spec)  # type: ignore[call-arg,arg-type]
         return None if capability.ok else capability.reason
 

@@ -1,7 +1,9 @@
 """`flashinfer_fa2`, `flashinfer_fa3`: FlashInfer's planned MLA wrapper (package `flashinfer-python`).
 
 Contract as its 0.7.2 sources state it: BF16/FP16 cache of the query's dtype on sm_80 and newer (fa3: sm_90 only); e4m3 cache
-with BF16 queries and per-tensor scales on sm_90 only. Scales are host floats there, so a device scale costs a sync.
+with BF16 queries and per-tensor scales on sm_90 only. Scales are host floats there, so a device scale costs a sync. The
+kernels multiply codes with the scale in BF16 (both are rounded; exact for scales that are powers of two), so over FP8 they
+attend to rounded values and miss the default accuracy for other scales.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ __all__ = ["WORKSPACE_BYTES", "FlashInferFa2", "FlashInferFa3"]
 
 class _FlashAttention(FlashInferBackend):
     """Both kernels: the same metadata and the same call."""
+
+    rounds_fp8 = True
 
     @classmethod
     def refusal(cls, spec: ProblemSpec) -> str | None:

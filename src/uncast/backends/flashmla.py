@@ -58,6 +58,7 @@ class FlashMLABackend(FusedWriter):
         if problem.total_q == 0:
             return
         self._table, self._unseen = block_table(problem), unseen_rows(problem)
+        self._lens = problem.kv_len_arr.clamp_min(1)  # the FP8 kernel reads block_table[-1] for an empty request
         self._schedule = self._make_schedule(problem)
 
     def _make_schedule(self, problem: Problem) -> Any:
@@ -87,7 +88,7 @@ class FlashMLABackend(FusedWriter):
     def _call(self, query: torch.Tensor, cache: torch.Tensor, *, is_fp8: bool, **descale: torch.Tensor) -> Any:
         spec = self._problem.spec
         return self._library.flash_mla_with_kvcache(
-            query, cache.unsqueeze(2), self._table, self._problem.kv_len_arr, spec.head_dim_ckv, self._schedule,
+            query, cache.unsqueeze(2), self._table, self._lens, spec.head_dim_ckv, self._schedule,
             softmax_scale=spec.sm_scale, causal=spec.causal, is_fp8_kvcache=is_fp8, use_legacy=True, **descale,
         )  # fmt: skip
 
@@ -110,7 +111,7 @@ class FlashMLALossyQ(FlashMLABackend):
         schedule = self._library.get_mla_metadata()[0]
         rows = self._q_len * problem.spec.num_heads
         made = self._library.get_mla_decoding_metadata(
-            problem.kv_len_arr, rows, 1, problem.spec.num_heads, is_fp8_kvcache=True, use_legacy=True
+            self._lens, rows, 1, problem.spec.num_heads, is_fp8_kvcache=True, use_legacy=True
         )
         schedule.tile_scheduler_metadata, schedule.num_splits = made
         return schedule

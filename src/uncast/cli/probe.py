@@ -102,6 +102,7 @@ def as_json(report: Report, device: str, later: list[dict[str, Any]]) -> dict[st
         "would_probe_on_a_gpu": later,
         "notes": report.notes,
         "cached_rows": report.cached,
+        "seconds": report.seconds,
         "cache": str(cache_path(device)),
     }
 

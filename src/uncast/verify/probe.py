@@ -26,9 +26,9 @@ MAX_ROW_ERROR = 1e-2
 """Allowed relative error of one (token, head)."""
 MAX_TENSOR_ERROR = 2.5e-3
 """Allowed relative error of the whole output."""
-LOSSY_ROW_ERROR, LOSSY_TENSOR_ERROR = 0.2, 0.08
+LOSSY_ROW_ERROR, LOSSY_TENSOR_ERROR = 0.5, 0.15
 """The same for a backend that rounds queries to FP8 and says so (measured for FlashMLA's: 0.03 of the whole)."""
-MAX_LSE_ERROR, LOSSY_LSE_ERROR = 5e-3, 0.2
+MAX_LSE_ERROR, LOSSY_LSE_ERROR = 5e-3, 0.5
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class ProbeResult:
     reason: str
     row_error: float = math.nan
     tensor_error: float = math.nan
+    stored_error: float = math.nan
+    """`tensor_error` against the values as stored, where that is against rounded ones."""
 
 
 @dataclass
@@ -70,13 +72,13 @@ class ProbeInputs:
         case = make_case(spec, kv_lens, q_lens)
         return cls(key, case, case.cache.clone())
 
-    def reference(self, problem: Problem, copy_layout: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The oracle's output and LSE (in the problem's base) over the cache, or over a copy of it in `copy_layout`."""
+    def reference(self, problem: Problem, rounded_layout: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The oracle's output and LSE (in the problem's base) over the cache or its values rounded to `rounded_layout`."""
         spec = problem.spec
-        key = (spec.causal, copy_layout)
+        key = (spec.causal, rounded_layout)
         if key not in self.references:
             problem = replace(problem, spec=replace(spec, lse_base="e"))
-            self.references[key] = _reference(problem, self.case, copy_layout)
+            self.references[key] = _reference(problem, self.case, rounded_layout)
         out, lse = self.references[key]
         return out, lse if spec.lse_base == "e" else lse / math.log(2.0)
 
@@ -120,8 +122,8 @@ def probe_combination(
 ) -> ProbeResult:
     """Runs `backend` twice on a small batch of `spec`; on success the combination counts as verified in this process.
 
-    A backend that attends to a copy of the cache (`copy_layout`) is measured against the values of that copy: rounding them is
-    what it is there to show. A lossy backend is measured against its own bounds.
+    A backend that attends to rounded values (`rounded_layout`), in a copy of the cache or on the fly, is measured against
+    those: rounding is what it is there to show. A lossy backend is measured against its own bounds.
 
     Args:
         inputs: those of a probe before, used again where they fit.
@@ -142,9 +144,10 @@ def probe_combination(
     tell("run")
     with_lse = traits.capability(replace(problem.spec, return_lse=True)).ok
     first, second = (_Run.of(attention, case, with_lse) for _ in range(2))
-    expected, expected_lse = inputs.reference(problem, _copy_layout(attention))
+    expected, expected_lse = inputs.reference(problem, _rounded_layout(attention))
     out = first.out.tensor
     row_error, tensor_error = relative_errors(out, expected)
+    stored_error = relative_errors(out, inputs.reference(problem, None)[0])[1]
     reason = (
         _overrun(first)
         or _overrun(second)
@@ -159,9 +162,9 @@ def probe_combination(
         tell("graph")
         reason = _graph_fault(attention, case, first)
     if reason:
-        return ProbeResult(False, f"{backend} {reason}", row_error, tensor_error)
+        return ProbeResult(False, f"{backend} {reason}", row_error, tensor_error, stored_error)
     mark_verified(backend, replace(problem.spec, max_q_len=spec.max_q_len))
-    return ProbeResult(True, "", row_error, tensor_error)
+    return ProbeResult(True, "", row_error, tensor_error, stored_error)
 
 
 def _overrun(run: _Run) -> str:
@@ -241,19 +244,19 @@ def _graph_fault(attention: MLAPagedAttention, case: ProbeCase, first: _Run) -> 
     return _overrun(captured) or ("" if captured.same_bits(first) else "gives different bits in a CUDA graph")
 
 
-def _copy_layout(attention: MLAPagedAttention) -> str | None:
+def _rounded_layout(attention: MLAPagedAttention) -> str | None:
     plan = attention.last_plan
-    return None if plan is None else plan.copy_layout
+    return None if plan is None else plan.rounded_layout
 
 
-def _reference(problem: Problem, case: ProbeCase, copy_layout: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(problem: Problem, case: ProbeCase, rounded_layout: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     cache, scales, spec = case.cache, (case.ckv_scale, case.kpe_scale), problem.spec
-    if copy_layout is not None:
-        copy = row_layout(copy_layout, spec.head_dim_ckv, spec.head_dim_kpe)
+    if rounded_layout is not None:
+        copy = row_layout(rounded_layout, spec.head_dim_ckv, spec.head_dim_kpe)
         rows = cache.view(-1, spec.layout.row_bytes)
         values = decode_rows(rows, spec.layout, ckv_scale=scales[0], kpe_scale=scales[1])
         cache = encode_rows(*values, copy).view(cache.shape[0], spec.page_size, copy.row_bytes)
-        problem, scales = replace(problem, spec=replace(spec, kv_layout=copy_layout)), (None, None)
+        problem, scales = replace(problem, spec=replace(spec, kv_layout=rounded_layout)), (None, None)
     return mla_oracle(
         problem, case.q_nope, case.q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1], indices=case.indices
     )

@@ -62,7 +62,7 @@ def _row(name: str, kv_layout: str) -> dict[str, Any]:
         "cuda_graph": made.cuda_graph and not wrapper,
         "lossy_q": made.lossy,
         "uniform_q_len": made.uniform_q_len,
-        "reads": "a bf16 copy" if wrapper else "as stored",
+        "reads": _reads(bool(wrapper), made.rounds_fp8 and kv_layout.startswith("fp8")),
     }
     ask = _asker(inner, made)
     if ask is None:
@@ -79,6 +79,10 @@ def _row(name: str, kv_layout: str) -> dict[str, Any]:
         nearest = next(others, replace(_base(kv_layout), arch=90))  # refused for its layout, where it can be
         return _empty(name, kv_layout, ask(replace(nearest, kv_layout=kv_layout)).reason) | state
     return _empty(name, kv_layout, "") | state | {"status": "claimed", "gpus": _chips(able)} | _properties(ask, able)
+
+
+def _reads(copies: bool, rounds: bool) -> str:
+    return "a bf16 copy" if copies else "values rounded to bf16" if rounds else "as stored"
 
 
 def _able(ask: Ask, kv_layout: str) -> list[ProblemSpec]:

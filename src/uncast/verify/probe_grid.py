@@ -16,7 +16,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 GPU_HEADS = (1, 5, 8, 10, 12, 16, 20, 32, 64, 96, 128)
 """Heads per rank of DeepSeek, Kimi and GLM models under tensor parallelism, and the smallest."""
 CPU_HEADS = (1, 16, 128)
-GPU_PAGES, CPU_PAGES = (1, 16, 32, 64, 128), (1, 64)
+GPU_PAGES, CPU_PAGES = (1, 16, 64, 128), (1, 64)
 CAST_HEADS, CAST_PAGES = (16, 64, 128), (64,)
 """Of casts in front of a backend: what is theirs does not depend on heads or pages."""
 QUICK_HEADS, QUICK_PAGES = (16,), (64,)
@@ -49,7 +49,14 @@ class ProbeKey:
 
     def row(self, status: str, reason: str, **more: Any) -> dict[str, Any]:
         """A row of the report and of the file of `uncast.attention.verified`."""
-        empty: dict[str, Any] = {"variants": [], "row_error": None, "tensor_error": None, "seconds": None, "run_us": None}
+        empty: dict[str, Any] = {
+            "variants": [],
+            "row_error": None,
+            "tensor_error": None,
+            "stored_error": None,
+            "seconds": None,
+            "run_us": None,
+        }
         return {**asdict(self), "status": status, "reason": reason, **empty, **more}
 
 

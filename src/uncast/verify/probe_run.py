@@ -6,9 +6,11 @@ import itertools
 import os
 import tempfile
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from uncast.verify.probe_time import describe
 from uncast.verify.probe_worker import shorten
 
 MAX_JOBS = 16
-CHUNK = 40
+CHUNK = 32
 """Keys that one worker goes through: a backend and layout with more of them gets several workers."""
 OnRow = Callable[[dict[str, Any], int, int], None]
 """Told each row, how many are done and how many there are."""
@@ -31,13 +33,15 @@ OnRow = Callable[[dict[str, Any], int, int], None]
 
 @dataclass
 class Report:
-    """Rows (of `ProbeKey.row`), refusals counted by (backend, layout, reason), and sentences about the probe itself."""
+    """Rows (of `ProbeKey.row`), refusals counted by (backend, layout, reason), sentences about the probe itself, and seconds of
+    its parts: "asking", "running", "timing"."""
 
     machine: dict[str, str]
     rows: list[dict[str, Any]] = field(default_factory=list)
     refusals: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     cached: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -150,12 +154,13 @@ def run_probe(
         session = _Session(Path(folder), device, seconds, report, on_row)
         if not fresh:
             session.known = {ProbeKey.of(row): row for row in read_rows(device) if row["status"] == "verified"}
-        groups = _survey(filters, arch, session)
+        with _clock(report, "asking"):
+            groups = _survey(filters, arch, session)
         session.total = sum(len(group) for group in groups) + len(report.rows)
         for row in report.rows:
             session.tell(row)
         chunks = sorted((chunk for group in groups for chunk in _chunks(group)), key=lambda chunk: chunk.order)
-        with ThreadPoolExecutor(jobs or default_jobs()) as pool:
+        with _clock(report, "running"), ThreadPoolExecutor(jobs or default_jobs()) as pool:
             futures = [pool.submit(session.run, chunk) for chunk in chunks]
             try:
                 for future in as_completed(futures):
@@ -164,10 +169,18 @@ def run_probe(
                 session.stop()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        _measure(session)
+        with _clock(report, "timing"):
+            _measure(session)
     report.rows += [session.rows[key] for group in groups for key in group]
     learn(report.rows)
     return report
+
+
+@contextmanager
+def _clock(report: Report, part: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    report.seconds[part] = round(time.monotonic() - start, 1)
 
 
 def _chunks(group: list[ProbeKey]) -> list[_Chunk]:
