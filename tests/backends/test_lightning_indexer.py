@@ -99,6 +99,20 @@ def test_a_query_is_independent_of_the_batch() -> None:
         assert torch.equal(select_tokens(q[part], weights[part], cache, alone, layout)[0], together[row])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["fp8", "bf16", "fp32"])
+def test_a_gpu_chooses_as_a_cpu_does(name: str) -> None:
+    layout, spec = index_layout(name), replace(SPEC, max_q_len=70)
+    problem, q, weights, cache = build(spec, [0, 1, 41, 900, 130], [1, 1, 1, 70, 3], layout)
+    tensors = {
+        field: getattr(problem, field).cuda() for field in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+    }
+    there = select_tokens(q.cuda(), weights.cuda(), cache.cuda(), replace(problem, **tensors), layout)
+    here = select_tokens(q, weights, cache, problem, layout)
+    assert there.is_cuda and float((there.cpu() == here).float().mean()) > 0.999
+
+
 def test_a_dense_plan_is_refused() -> None:
     layout = index_layout("fp8")
     problem, q, weights, cache = build(SPEC, [30], [1], layout)

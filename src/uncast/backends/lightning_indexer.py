@@ -1,7 +1,8 @@
-"""The lightning indexer of sparse attention on a CPU: scores of stored keys, and the tokens that each query attends to.
+"""The lightning indexer of sparse attention in torch: scores of stored keys, and the tokens that each query attends to.
 
 Keys are read block by block as they are stored. Scratch: the per-head scores of one block for at most `QUERY_ROWS` query rows
-(heads x queries), and the scores of those queries over the whole context.
+(heads x queries), and the scores of those queries over the whole context. Any device will do; lengths come to the host, so a
+CUDA graph cannot capture it.
 
 Definition and ties: `uncast.attention.indexer_oracle`. A query's choice depends on the other queries of its request only
 through the rounding of a matrix product, and on no other request.
@@ -37,29 +38,26 @@ def select_tokens(
         int32 [total_q, topk]: tokens in order of position, then -1.
 
     Raises:
-        ProblemError: not on a CPU, or a dense plan.
+        ProblemError: a dense plan.
     """
-    spec = problem.spec
-    if q.device.type != "cpu":
-        raise ProblemError(f"the lightning indexer runs on cpu, not on {q.device.type}")
+    spec, device = problem.spec, q.device
     if spec.topk == 0:
         raise ProblemError("the plan is for dense attention, which selects no tokens: pass topk to plan()")
     starts, tables, lengths = problem.qo_indptr.tolist(), problem.kv_indptr.tolist(), problem.kv_len_arr.tolist()
     visible = visible_rows(starts, lengths, spec.causal)
-    indices = torch.full((problem.total_q, spec.topk), -1, dtype=torch.int32)
+    indices = torch.full((problem.total_q, spec.topk), -1, dtype=torch.int32, device=device)
     step = max(1, QUERY_ROWS // q.shape[1])
     for request, kv_len in enumerate(lengths):
         pages = problem.kv_indices[tables[request] : tables[request] + -(-kv_len // spec.page_size)]
         for begin in range(starts[request], starts[request + 1], step):
             rows = slice(begin, min(begin + step, starts[request + 1]))
-            seen = visible[rows]
-            most = int(seen.max())
+            most, seen = int(visible[rows].max()), visible[rows].to(device)
             if most <= spec.topk:
-                places = torch.arange(most, dtype=torch.int32).expand(seen.shape[0], -1)
+                places = torch.arange(most, dtype=torch.int32, device=device).expand(seen.shape[0], -1)
                 indices[rows, :most] = places.masked_fill(places >= seen[:, None], -1)
                 continue
             scores = _scores(q[rows], weights[rows], cache, pages, most, layout)
-            scores.masked_fill_(torch.arange(most) >= seen[:, None], -math.inf)
+            scores.masked_fill_(torch.arange(most, device=device) >= seen[:, None], -math.inf)
             indices[rows] = choose(scores, seen, spec.topk)
     return indices
 
@@ -98,7 +96,7 @@ def _scores(
     queries, heads, width = q.shape
     flat, page_size = q.reshape(queries * heads, width).float(), cache.shape[1]
     per_head = weights.float()[:, None]
-    scores = torch.empty(queries, count)
+    scores = torch.empty(queries, count, device=q.device)
     pages_per_block = max(1, BLOCK_KEYS // page_size)
     for start in range(0, count, pages_per_block * page_size):
         end = min(start + pages_per_block * page_size, count)
