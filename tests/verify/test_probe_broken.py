@@ -92,7 +92,12 @@ def test_a_backend_that_dies_when_asked_is_a_row_and_the_others_go_on() -> None:
 @pytest.mark.usefixtures("broken")
 def test_after_three_deaths_a_backend_is_left_alone() -> None:
     filters = Filters(
-        backends=("abort",), layouts=("fp8_e4m3",), dtypes=("float32",), heads=(1, 2, 3), page_sizes=(16,)
+        backends=("abort",),
+        layouts=("fp8_e4m3",),
+        dtypes=("float32",),
+        heads=(1, 2, 3),
+        page_sizes=(16,),
+        modes=("decode", "extend"),
     )
     report = run_probe(filters, device="cpu", arch=0)
     assert [row["status"] for row in report.rows] == ["failed"] * MAX_DEATHS + ["skipped"] * 3

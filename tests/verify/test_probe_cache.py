@@ -229,5 +229,5 @@ def test_rows_of_backends_from_elsewhere_are_not_kept() -> None:
     report = run_probe(
         Filters(backends=("rival", "pool_cast:rival"), layouts=("fp8_e4m3",), quick=True), device="cpu", arch=0
     )
-    assert len(report.rows) == 8 and all(row["status"] == "verified" for row in report.rows)
+    assert len(report.rows) == 12 and all(row["status"] == "verified" for row in report.rows)
     assert read_rows("cpu") == []

@@ -33,7 +33,9 @@ from uncast.attention.problem import ProblemSpec
 from uncast.version import __version__
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin", "sgl-flash-mla")
-DECODE, EXTEND = "decode", "extend"
+DECODE, EXTEND, SPARSE_DECODE, SPARSE_EXTEND = "decode", "extend", "sparse_decode", "sparse_extend"
+EXTEND_QUERIES, SPARSE_TOPK = 8, 64
+"""Queries of a request in a probe's extend modes, rows that a query selects in its sparse ones."""
 SM_SCALE = 192**-0.5
 """Of probes: DeepSeek's, with 128 un-absorbed and 64 rope channels. A kernel of `flashinfer_cutlass` has it built in."""
 Variant = tuple[bool, str, bool]
@@ -48,9 +50,16 @@ _lock = threading.Lock()
 
 
 def combination(spec: ProblemSpec) -> ProblemSpec:
-    """The spec, its layout by its own name, without what does not select code: scale and, beyond decode or not, the query
-    length."""
-    return replace(spec, kv_layout=spec.layout.name, sm_scale=1.0, max_q_len=min(spec.max_q_len, 2), return_lse=False)
+    """The spec, its layout by its own name, without what does not select code: scale and, beyond decode or not and sparse
+    or not, the numbers of queries and of selected rows."""
+    return replace(
+        spec,
+        kv_layout=spec.layout.name,
+        sm_scale=1.0,
+        max_q_len=min(spec.max_q_len, 2),
+        return_lse=False,
+        topk=min(spec.topk, 1),
+    )
 
 
 def mark_verified(backend: str, spec: ProblemSpec) -> None:
@@ -110,7 +119,8 @@ def row_spec(row: dict[str, Any], variant: Iterable[Any]) -> ProblemSpec:
     return ProblemSpec(
         num_heads=row["num_heads"], head_dim_ckv=row["head_dim_ckv"], head_dim_kpe=row["head_dim_kpe"],
         page_size=row["page_size"], kv_layout=row["kv_layout"], q_data_type=getattr(torch, row["q_data_type"]),
-        causal=causal, max_q_len=8 if row["mode"] == EXTEND else 1, device=row["device"], arch=row["arch"],
+        causal=causal, max_q_len=EXTEND_QUERIES if row["mode"] in (EXTEND, SPARSE_EXTEND) else 1,
+        topk=SPARSE_TOPK if row["mode"] in (SPARSE_DECODE, SPARSE_EXTEND) else 0, device=row["device"], arch=row["arch"],
         sm_scale=SM_SCALE,
         lse_base=lse_base, batch_invariant=batch_invariant,
     )  # fmt: skip

@@ -104,6 +104,7 @@ def _claimed(row: dict[str, Any]) -> list[str]:
     lse = f"LSE base {' or '.join(row['lse_bases'])}" if row["lse_bases"] else "no LSE"
     facts = [f"heads {heads}", f"pages {_powers(row['page_sizes'])}", f"head dims {', '.join(row['head_dims'])}", lse]
     facts += [] if row["extend"] or row["causal"] else ["one query a request"]
+    facts += ["sparse, too"] if row["sparse"] else []
     facts += ["batch_invariant"] if row["batch_invariant"] else []
     return [f"  {row['kv_layout']}: {chips}", f"      {'; '.join(facts)}"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from uncast.attention import Backend, Capability, ProblemSpec, registry
 from uncast.attention.problem import QUERY_DTYPES
 from uncast.attention.registry import UnknownBackend
-from uncast.attention.verified import SM_SCALE
+from uncast.attention.verified import SM_SCALE, SPARSE_TOPK
 from uncast.backends._recast import recast_capability
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.latent.pool import MAX_PAGE_SIZE
@@ -113,6 +113,7 @@ def _properties(ask: Ask, able: list[ProblemSpec]) -> dict[str, Any]:
         "lse_bases": [base for base in ("2", "e") if any_of(lse_base=base, return_lse=True)],
         "head_dims": [f"{a}/{b}" for a, b in HEAD_DIMS if any_of(head_dim_ckv=a, head_dim_kpe=b)],
         "batch_invariant": any_of(batch_invariant=True),
+        "sparse": any_of(topk=SPARSE_TOPK),
     }
 
 
@@ -142,7 +143,7 @@ def _empty(name: str, kv_layout: str, reason: str) -> dict[str, Any]:
     return {
         "backend": name, "kv_layout": kv_layout, "status": "refused", "reason": reason, "gpus": {}, "heads": "",
         "heads_causal_extend": "", "page_sizes": [], "extend": False, "causal": False, "lse_bases": [], "head_dims": [],
-        "batch_invariant": False, "cuda_graph": False, "lossy_q": False, "uniform_q_len": False,
+        "batch_invariant": False, "sparse": False, "cuda_graph": False, "lossy_q": False, "uniform_q_len": False,
         "reads": "", "package": "", "installed": "",
     }  # fmt: skip
 

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from uncast.attention import ProblemSpec
-from uncast.attention.verified import DECODE, EXTEND, VARIANTS, Variant, row_spec
+from uncast.attention.verified import DECODE, EXTEND, SPARSE_DECODE, SPARSE_EXTEND, VARIANTS, Variant, row_spec
 from uncast.latent.layouts import LAYOUT_NAMES
 
-MODES = (DECODE, EXTEND)
+DENSE_MODES, SPARSE_MODES = (DECODE, EXTEND), (SPARSE_DECODE, SPARSE_EXTEND)
+MODES = (*DENSE_MODES, *SPARSE_MODES)
 DTYPES = ("bfloat16", "float16", "float32")
 GPU_HEADS = (1, 5, 8, 10, 12, 16, 20, 32, 64, 96, 128)
 """Heads per rank of DeepSeek, Kimi and GLM models under tensor parallelism, and the smallest."""
@@ -19,6 +20,8 @@ CPU_HEADS = (1, 16, 128)
 GPU_PAGES, CPU_PAGES = (1, 16, 64, 128), (1, 64)
 CAST_HEADS, CAST_PAGES = (16, 64, 128), (64,)
 """Of casts in front of a backend: what is theirs does not depend on heads or pages."""
+SPARSE_HEADS, SPARSE_PAGES = {"cuda": (5, 16, 64, 128), "cpu": (16,)}, {"cuda": (1, 64), "cpu": (64,)}
+"""Of sparse attention, whose rows are gathered one by one."""
 QUICK_HEADS, QUICK_PAGES = (16,), (64,)
 
 
@@ -78,13 +81,21 @@ def keys(backend: str, kv_layout: str, device: str, arch: int, filters: Filters)
     heads: tuple[int, ...] = GPU_HEADS if device == "cuda" else CPU_HEADS
     pages: tuple[int, ...] = GPU_PAGES if device == "cuda" else CPU_PAGES
     dtypes: tuple[str, ...] = DTYPES
+    sparse: tuple[str, ...] = SPARSE_MODES
     if ":" in backend:
-        heads, pages = CAST_HEADS, CAST_PAGES
+        heads, pages, sparse = CAST_HEADS, CAST_PAGES, ()
+    parts = [(heads, pages, DENSE_MODES), (SPARSE_HEADS[device], SPARSE_PAGES[device], sparse)]
     if filters.quick:
-        heads, pages, dtypes = QUICK_HEADS, QUICK_PAGES, ("bfloat16",) if device == "cuda" else ("bfloat16", "float32")
-    wanted = itertools.product(
-        filters.dtypes or dtypes, filters.heads or heads, filters.page_sizes or pages, filters.modes or MODES
-    )
+        dtypes = ("bfloat16",) if device == "cuda" else ("bfloat16", "float32")
+        parts = [(QUICK_HEADS, QUICK_PAGES, (*DENSE_MODES, *sparse))]
+    wanted = [
+        choice
+        for some_heads, some_pages, modes in parts
+        for choice in itertools.product(
+            filters.dtypes or dtypes, filters.heads or some_heads, filters.page_sizes or some_pages,
+            [mode for mode in modes if mode in (filters.modes or MODES)],
+        )
+    ]  # fmt: skip
     return [ProbeKey(backend, kv_layout, *choice, device, arch) for choice in wanted]
 
 

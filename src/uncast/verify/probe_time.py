@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from uncast.attention import ClaimedCapabilityWarning, MLAPagedAttention, ProblemSpec
+from uncast.attention.verified import EXTEND_QUERIES
 from uncast.latent.codec import encode_rows
 from uncast.verify.cases import ProbeCase, plan_case, run_without_lse
 
 BATCH = {"cuda": (32, 4096), "cpu": (4, 512)}
 """Requests and cached tokens of each."""
-EXTEND_QUERIES = 8
-"""As many as a probe's extend has, so that the same kernels run."""
 WARM_UPS, RUNS, GRAPH_RUNS = 2, 9, 4
 _DRAWN_ROWS = 4096
 
