@@ -23,14 +23,16 @@ from uncast.checkpoints.load import cache_scale_note, load_config, load_model
 from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
 from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
+from uncast.cli.parallel import ParallelError, Team
 from uncast.cli.summary import print_summary, summary
 from uncast.engine.generate import Generation, stream
 from uncast.engine.request import GenerationError, RequestError, check_lengths
-from uncast.engine.runner import ModelRunner, RunnerError
+from uncast.engine.runner import RunnerError
 from uncast.engine.sampler import SamplingError, SamplingParams
 from uncast.engine.tokenizer import TemplateError, Tokenizer
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError
 from uncast.models.decoder import MLADecoder
+from uncast.models.parallel import Parallel
 
 _ERRORS = (
     CheckpointError, LayoutError, ProblemError, Refused, RequestError, RunnerError, SamplingError, TemplateError,
@@ -89,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     try:
         return _run(args)
-    except GenerationError as error:
+    except (GenerationError, ParallelError) as error:
         raise WorkError(str(error)) from error
     except _ERRORS as error:
         raise UsageError(str(error)) from error
@@ -108,22 +110,31 @@ def _run(args: argparse.Namespace) -> int:
     if args.page_size < 1:
         raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
     scales = scales_of(args.kv_scales, args.kv_cache_dtype, config)
-    layout = args.kv_cache_dtype if scales is None else "auto"
-    model = load_with_bar(folder, config.num_layers, quiet=args.json, kv_layout=layout)
-    if scales is not None:
-        apply_kv_scales(model, scales)
-    runner = ModelRunner(
-        model,
+
+    def load(parallel: Parallel | None) -> MLADecoder:
+        layout = args.kv_cache_dtype if scales is None else "auto"
+        model = load_with_bar(folder, config.num_layers, quiet=args.json, kv_layout=layout, parallel=parallel)
+        if scales is not None:
+            apply_kv_scales(model, scales)
+        return model
+
+    team = Team(
+        config,
+        load,
+        lambda: -(-pool_tokens // args.page_size),
         kv_layout=args.kv_cache_dtype,
         attention_backend=args.attention_backend,
-        num_pages=-(-pool_tokens // args.page_size),
         page_size=args.page_size,
     )
+    if team.follows:
+        return team.follow()
+    runner = team.runner()
     result = Generation(prompt_tokens=len(ids))
     pieces = stream(runner, tokenizer, ids, params, max_tokens=args.max_tokens, stop=args.stop, result=result)
     for piece in pieces:
         if not args.json:
             print(piece, end="", flush=True)
+    team.leave()
     facts = summary(runner, result)
     if args.json:
         print(json.dumps(facts, ensure_ascii=False))
@@ -142,11 +153,14 @@ def _sampling(args: argparse.Namespace, folder: Path, vocab_size: int) -> Sampli
     return SamplingParams(chosen["temperature"], int(chosen["top_k"]), chosen["top_p"], chosen["min_p"], seed=args.seed)
 
 
-def load_with_bar(folder: Path, layers: int, *, quiet: bool = False, kv_layout: str = "auto") -> MLADecoder:
+def load_with_bar(
+    folder: Path, layers: int, *, quiet: bool = False, kv_layout: str = "auto", parallel: Parallel | None = None
+) -> MLADecoder:
     """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar and the checkpoint's notes on stderr.
 
     Args:
         kv_layout: of the cache; with `fp8_e4m3` missing scales are noted.
+        parallel: the group that shares the model; only rank 0 shows anything.
 
     Raises:
         CheckpointError: a checkpoint that is not supported. WorkError: a damaged one.
@@ -155,19 +169,20 @@ def load_with_bar(folder: Path, layers: int, *, quiet: bool = False, kv_layout: 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     notes: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} layers"))
-    console = Console(file=sys.stderr, quiet=quiet)
+    first = parallel is None or parallel.rank == 0
+    console = Console(file=sys.stderr, quiet=quiet or not first)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {folder.name}", total=layers)
         try:
             model = load_model(
-                folder, dtype=dtype, device=device, note=notes.append,
+                folder, dtype=dtype, device=device, note=notes.append, parallel=parallel,
                 progress=lambda done, _: bar.update(task, completed=done),
             )  # fmt: skip
         except DamagedCheckpoint as error:
             raise WorkError(str(error)) from None
     if kv_layout == "fp8_e4m3" and (sentence := cache_scale_note(model.layers)) is not None:
         notes.append(sentence)
-    for sentence in dict.fromkeys(notes):
+    for sentence in dict.fromkeys(notes) if first else ():
         print(f"uncast: note: {sentence}", file=sys.stderr)
     if device == "cpu" and model.config.hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

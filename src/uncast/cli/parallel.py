@@ -1,4 +1,4 @@
-"""`generate` and `serve` under `torchrun`: who leads, who follows."""
+"""`generate` and `serve` under `torchrun`: rank 0 does the command's work, the others run its steps."""
 
 from __future__ import annotations
 
@@ -6,34 +6,67 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from uncast.engine.crew import Crew, join_crew, leave_crew
+from uncast.engine.crew import join_crew, leave_crew
 from uncast.engine.lockstep import follow, make_runner
+from uncast.engine.runner import ModelRunner
 from uncast.models.config import ModelConfig
 from uncast.models.decoder import MLADecoder
-from uncast.models.parallel import ParallelError, check_shares
+from uncast.models.parallel import Parallel, ParallelError, check_shares
 
-__all__ = ["ParallelError", "follow_rank_0", "join", "leave_crew", "make_runner"]
+__all__ = ["ParallelError", "Team"]
 
 
-def join(config: ModelConfig) -> Crew | None:
-    """The crew that `torchrun` started, None for a process on its own.
+class Team:
+    """This process's part in the command, alone or as `torchrun` started it.
 
-    Raises:
-        ParallelError: see `join_crew`; or the model cannot be shared by so many.
+    Attributes:
+        crew: None for a process by itself.
     """
-    crew = join_crew()
-    if crew is not None:
-        check_shares(config, crew.parallel.world)
-    return crew
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        load: Callable[[Parallel | None], MLADecoder],
+        pages: Callable[[], int],
+        **options: Any,
+    ) -> None:
+        """Joins the crew.
 
-def follow_rank_0(crew: Crew, load: Callable[[], MLADecoder], pages: Callable[[], int], **options: Any) -> int:
-    """A follower's whole work: loads its part and runs rank 0's steps until that has finished. Returns the exit code.
+        Args:
+            load: loads the model, or this rank's part of it.
+            pages: the pool's pages as far as this process is concerned; asked for when the model is loaded.
+            options: of `ModelRunner`.
 
-    Signals of the launcher are left to rank 0, which drains first; when it ends, however it does, this process ends too.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    follow(make_runner(load(), crew, pages, **options), crew)
-    leave_crew(crew)
-    return 0
+        Raises:
+            ParallelError: see `join_crew`; or the model cannot be shared by so many.
+        """
+        self._load, self._pages, self._options = load, pages, options
+        self.crew = join_crew()
+        if self.crew is not None:
+            check_shares(config, self.crew.parallel.world)
+
+    @property
+    def follows(self) -> bool:
+        return self.crew is not None and not self.crew.leads
+
+    def runner(self) -> ModelRunner:
+        """Loads the model and makes this process's runner; every rank has to call it."""
+        model = self._load(None if self.crew is None else self.crew.parallel)
+        return make_runner(model, self.crew, self._pages, **self._options)
+
+    def follow(self) -> int:
+        """A follower's whole work. Returns the exit code.
+
+        Signals of the launcher are left to rank 0, which drains first; when it ends, however it does, this process ends too.
+        """
+        assert self.crew is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        follow(self.runner(), self.crew)
+        leave_crew(self.crew)
+        return 0
+
+    def leave(self) -> None:
+        """Rank 0's end: lets the followers end; nothing for a process by itself."""
+        if self.crew is not None:
+            leave_crew(self.crew)

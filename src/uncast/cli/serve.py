@@ -23,16 +23,19 @@ from uncast.cli.generate import load_with_bar
 from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
 from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
+from uncast.cli.parallel import ParallelError, Team
 from uncast.engine.async_engine import AsyncEngine
 from uncast.engine.core import Engine, EngineConfig
 from uncast.engine.request import GenerationError
-from uncast.engine.runner import ModelRunner, RunnerError
+from uncast.engine.runner import RunnerError
 from uncast.engine.sampler import SamplingError
 from uncast.engine.step_bytes import token_bytes
 from uncast.engine.tokenizer import Tokenizer
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.latent.pool import check_page_size
 from uncast.models.config import ModelConfig
+from uncast.models.decoder import MLADecoder
+from uncast.models.parallel import Parallel
 from uncast.server.run import ListenError, listen, serve, url_of
 from uncast.server.state import ServerConfig, ServerState
 
@@ -93,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
     except (ListenError, _FolderError) as error:
         print(f"uncast: {error}", file=sys.stderr)
         return 1
-    except GenerationError as error:
+    except (GenerationError, ParallelError) as error:
         raise WorkError(str(error)) from error
     except _ERRORS as error:
         raise UsageError(str(error)) from error
@@ -126,26 +129,36 @@ def _run(args: argparse.Namespace) -> int:
         profile_dir=None if args.profile_dir is None else _writable(args.profile_dir),
         sampling_defaults=dict(read_generation_config(folder, config.vocab_size).sampling),
     )
+
+    def load_model(parallel: Parallel | None) -> MLADecoder:
+        layout = args.kv_cache_dtype if scales is None else "auto"
+        model = load_with_bar(folder, config.num_layers, kv_layout=layout, parallel=parallel)
+        if scales is not None:
+            apply_kv_scales(model, scales)
+        return model
+
+    team = Team(
+        config,
+        load_model,
+        lambda: _pool_pages(args, config),
+        kv_layout=args.kv_cache_dtype,
+        attention_backend=args.attention_backend,
+        page_size=args.page_size,
+        deterministic=args.deterministic,
+    )
+    if team.follows:
+        return team.follow()
     sock = listen(args.host, args.port)
     _say(f"listening on {url_of(sock)}, loading {server_config.model_name}")
     if args.host not in _LOCAL_HOSTS and server_config.api_key is None:
         _say("warning: other machines can use this server without an API key")
 
     def load() -> AsyncEngine:
-        model = load_with_bar(folder, config.num_layers)
-        if scales is not None:
-            apply_kv_scales(model, scales)
-        runner = ModelRunner(
-            model,
-            kv_layout=args.kv_cache_dtype,
-            attention_backend=args.attention_backend,
-            num_pages=_pool_pages(args, config),
-            page_size=args.page_size,
-            deterministic=args.deterministic,
-        )
-        return AsyncEngine(Engine(runner, tokenizer, limits))
+        return AsyncEngine(Engine(team.runner(), tokenizer, limits))
 
-    return asyncio.run(serve(ServerState(server_config), sock, load, _say))
+    code = asyncio.run(serve(ServerState(server_config), sock, load, _say))
+    team.leave()
+    return code
 
 
 def _check_cache_options(args: argparse.Namespace, config: ModelConfig) -> None:
