@@ -86,7 +86,7 @@ class Nvfp4:
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The dense matrices: the scale product and each value rounded once to float32 (as modelopt does), then to dtype."""
         values = e2m1.decode(self.codes).view(*self.scales.shape, NVFP4_GROUP)
-        scales = e4m3.decode(self.scales) * self.global_scale[..., None]
+        scales = _e4m3(self.scales) * self.global_scale[..., None]
         return values.mul_(scales[..., None]).flatten(-2).to(dtype)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
@@ -137,7 +137,7 @@ class Fp8Blocks:
         block = min(self.block[0], rows), min(self.block[1], columns)
         spread = self.scales.repeat_interleave(block[0], -2)[..., :rows, :]
         spread = spread.repeat_interleave(block[1], -1)[..., :columns]
-        return e4m3.decode(self.codes).mul_(spread).to(dtype)
+        return _e4m3(self.codes).mul_(spread).to(dtype)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """As `dequantize`, from the cache where there is one."""
@@ -154,6 +154,11 @@ class Fp8Blocks:
 Packed: TypeAlias = Nvfp4 | Fp8Blocks
 Weight: TypeAlias = torch.Tensor | Packed
 """A matrix [rows, columns], dense or packed."""
+
+
+def _e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """float32 values; on a GPU by its own conversion, without the host's look at the values."""
+    return e4m3.decode(codes) if codes.device.type == "cpu" else codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def concat_rows(first: Weight, second: Weight) -> Weight | None:
