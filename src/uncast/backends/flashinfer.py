@@ -102,6 +102,8 @@ def _refusal(spec: ProblemSpec, kernel: str) -> str | None:
         return f"takes bfloat16 and float16 queries, not {spec.q_data_type}"
     if kernel == "fa3" and spec.arch != 90:
         return f"is built for sm_90, not sm_{spec.arch}"
+    if spec.arch < 80:
+        return f"needs compute capability 8.0 or newer, not {spec.arch / 10}"
     if spec.kv_layout not in ("fp8_e4m3", "bf16"):
         return f"reads bf16 and fp8_e4m3 caches, not {spec.kv_layout}"
     if spec.kv_layout == "bf16" and spec.q_data_type != torch.bfloat16:

@@ -18,7 +18,10 @@ from uncast.cli.main import UsageError
 from uncast.doctor import live
 from uncast.doctor.compare import compare, print_comparison
 from uncast.doctor.diagnose import Diagnosis, Options, diagnose
-from uncast.doctor.errors import LiveError, TraceError
+from uncast.doctor.engines import inspect_all
+from uncast.doctor.engines_print import print_engines
+from uncast.doctor.engines_rules import KV_DTYPES, Setting, read_model
+from uncast.doctor.errors import EngineError, LiveError, TraceError
 from uncast.doctor.metrics import live_tokens
 from uncast.doctor.page import write_page
 from uncast.doctor.phases import PHASES
@@ -53,6 +56,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--profile-dir", type=Path, metavar="DIR", help="with --url: the folder where the server writes its traces")
     add("--api-key", help="with --url: the server's key")
     add("--no-load", action="store_true", help="with --url: send no request; the server has its own traffic")
+    add(
+        "--engines",
+        action="store_true",
+        help="instead of a trace: the engines installed here, the plug-in, their pool casts",
+    )
+    add("--engine-path", type=Path, metavar="DIR", help="with --engines: an unpacked wheel of SGLang or vLLM instead")
+    add("--model", type=Path, metavar="CONFIG", help="with --engines: say what would run for this config.json")
+    add("--arch", type=int, metavar="N", help="with --model: compute capability, such as 90 for 9.0 (default: 90)")
+    add("--kv-dtype", choices=KV_DTYPES, help="with --model: the KV cache's dtype (default: fp8_e4m3)")
     return parser
 
 
@@ -62,11 +74,13 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         return _run(args)
-    except (TraceError, LiveError) as error:
+    except (TraceError, LiveError, EngineError) as error:
         raise UsageError(str(error)) from error
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.engines:
+        return _engines(args)
     _check(args)
     options = Options(
         live_tokens=args.live_tokens, capture=args.capture, phase=args.phase, peak_gb_per_s=args.peak_gbps
@@ -83,7 +97,29 @@ def _run(args: argparse.Namespace) -> int:
     return _ranks(_expand(traces), options, args, console)
 
 
+def _engines(args: argparse.Namespace) -> int:
+    """Exit code 1 where there is no engine to look at."""
+    if args.trace or args.url is not None:
+        raise UsageError("--engines takes no trace and no --url")
+    if args.model is None and (args.arch is not None or args.kv_dtype is not None):
+        raise UsageError("--arch and --kv-dtype say for what --model would run: give a model's config.json, too")
+    if args.arch is not None and not 50 <= args.arch <= 200:
+        raise UsageError(f"--arch is {args.arch}: a compute capability is major * 10 + minor, such as 90")
+    model = read_model(args.model) if args.model is not None else None
+    setting = Setting(args.arch or 90, args.kv_dtype or "fp8_e4m3") if model is not None else None
+    reports = inspect_all(args.engine_path, model, setting)
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.encode(reports) + b"\n")
+    elif not reports:
+        print("neither SGLang nor vLLM is installed here: give --engine-path for an unpacked wheel", file=sys.stderr)
+    else:
+        print_engines(reports, model, setting, Console(highlight=False, width=None if sys.stdout.isatty() else 132))
+    return 0 if reports else 1
+
+
 def _check(args: argparse.Namespace) -> None:
+    if args.engine_path is not None or args.model is not None or args.arch is not None or args.kv_dtype is not None:
+        raise UsageError("--engine-path, --model, --arch and --kv-dtype go with --engines")
     if args.url is None and not 1 <= len(args.trace) <= 2:
         raise UsageError(f"{len(args.trace)} traces were given: one is read, two are compared (or give --url)")
     if args.url is not None and args.trace:

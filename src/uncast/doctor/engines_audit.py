@@ -111,7 +111,11 @@ class _Reader:
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         names = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-        values = value.elts if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(names) else [value] * len(names)
+        values = (
+            value.elts
+            if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(names)
+            else [value] * len(names)
+        )
         for name, part in zip(names, values, strict=True):
             if not isinstance(name, ast.Name):
                 continue
@@ -122,7 +126,7 @@ class _Reader:
                 self.pools.pop(name.id, None)
 
     def _kind(self, node: ast.expr) -> str:
-        """ "pool" or "rows" if the expression is one, of any dtype that was stored; "" otherwise (a cast is no pool any more)."""
+        """What an expression is: "pool", "rows" of one, or "" for anything else, the result of a cast included."""
         if isinstance(node, ast.Name):
             return self.pools.get(node.id, "")
         if isinstance(node, ast.IfExp):
@@ -171,7 +175,7 @@ def _in_order(function: ast.AST) -> list[ast.AST]:
 def _is_whole(index: ast.expr) -> bool:
     """Whether an index keeps every page: slices, `...`, `None` and constants (of a tuple or of a leading dimension)."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    return all(isinstance(p, ast.Slice | ast.Constant) or isinstance(p, ast.UnaryOp) for p in parts)
+    return all(isinstance(p, ast.Slice | ast.Constant | ast.UnaryOp) for p in parts)
 
 
 def _is_device(node: ast.Call) -> bool:

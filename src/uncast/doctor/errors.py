@@ -9,3 +9,7 @@ class TraceError(ValueError):
 
 class LiveError(RuntimeError):
     """A server that cannot be profiled or asked."""
+
+
+class EngineError(ValueError):
+    """A path, a model or an option that says nothing about an engine."""
