@@ -17,7 +17,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 GPU_HEADS = (1, 5, 8, 10, 12, 16, 20, 32, 64, 96, 128)
 """Heads per rank of DeepSeek, Kimi and GLM models under tensor parallelism, and the smallest."""
 CPU_HEADS = (1, 16, 128)
-GPU_PAGES, CPU_PAGES = (1, 16, 64, 128), (1, 64)
+GPU_PAGES, CPU_PAGES = (1, 16, 32, 64, 128), (1, 64)
+CROSS_HEADS, CROSS_PAGE = (5, 16, 128), 64
+"""On a GPU all heads meet one page size, and these heads all page sizes, unless either is given."""
 CAST_HEADS, CAST_PAGES = (16, 64, 128), (64,)
 """Of casts in front of a backend: what is theirs does not depend on heads or pages."""
 SPARSE_HEADS, SPARSE_PAGES = {"cuda": (5, 16, 64, 128), "cpu": (16,)}, {"cuda": (1, 64), "cpu": (64,)}
@@ -81,21 +83,25 @@ def keys(backend: str, kv_layout: str, device: str, arch: int, filters: Filters)
     heads: tuple[int, ...] = GPU_HEADS if device == "cuda" else CPU_HEADS
     pages: tuple[int, ...] = GPU_PAGES if device == "cuda" else CPU_PAGES
     dtypes: tuple[str, ...] = DTYPES
-    sparse: tuple[str, ...] = SPARSE_MODES
+    dense = [mode for mode in DENSE_MODES if mode in (filters.modes or MODES)]
+    sparse = [mode for mode in SPARSE_MODES if mode in (filters.modes or MODES) and ":" not in backend]
     if ":" in backend:
-        heads, pages, sparse = CAST_HEADS, CAST_PAGES, ()
-    parts = [(heads, pages, DENSE_MODES), (SPARSE_HEADS[device], SPARSE_PAGES[device], sparse)]
+        heads, pages = CAST_HEADS, CAST_PAGES
+    parts: list[tuple[tuple[int, ...], tuple[int, ...], list[str]]] = [
+        (heads, pages, dense), (SPARSE_HEADS[device], SPARSE_PAGES[device], sparse),
+    ]  # fmt: skip
     if filters.quick:
         dtypes = ("bfloat16",) if device == "cuda" else ("bfloat16", "float32")
-        parts = [(QUICK_HEADS, QUICK_PAGES, (*DENSE_MODES, *sparse))]
+        parts = [(QUICK_HEADS, QUICK_PAGES, dense + sparse)]
     wanted = [
         choice
         for some_heads, some_pages, modes in parts
         for choice in itertools.product(
-            filters.dtypes or dtypes, filters.heads or some_heads, filters.page_sizes or some_pages,
-            [mode for mode in modes if mode in (filters.modes or MODES)],
+            filters.dtypes or dtypes, filters.heads or some_heads, filters.page_sizes or some_pages, modes
         )
-    ]  # fmt: skip
+    ]
+    if device == "cuda" and not (filters.heads or filters.page_sizes):
+        wanted = [choice for choice in wanted if choice[1] in CROSS_HEADS or choice[2] == CROSS_PAGE]
     return [ProbeKey(backend, kv_layout, *choice, device, arch) for choice in wanted]
 
 

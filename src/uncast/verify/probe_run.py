@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -19,14 +19,13 @@ import torch
 
 from uncast.attention import registry
 from uncast.attention.verified import VARIANTS, cache_path, learn, machine, read_rows, write_rows
+from uncast.latent.layouts import row_layout
 from uncast.verify.probe_crew import COMPILE_SECONDS, MAX_DEATHS, START_SECONDS, Crew, Deaths, WorkerDied
-from uncast.verify.probe_grid import Filters, ProbeKey, keys, layouts
+from uncast.verify.probe_grid import SPARSE_MODES, Filters, ProbeKey, keys, layouts
 from uncast.verify.probe_time import describe
 from uncast.verify.probe_worker import shorten
 
 MAX_JOBS = 16
-CHUNK = 32
-"""Keys that one worker goes through: a backend and layout with more of them gets several workers."""
 OnRow = Callable[[dict[str, Any], int, int], None]
 """Told each row, how many are done and how many there are."""
 
@@ -45,21 +44,33 @@ class Report:
 
 
 @dataclass
-class _Chunk:
-    """Keys of one backend and layout for one worker, and the deaths that its chunks share."""
+class _Group:
+    """Keys of one backend and layout, in blocks for one worker each, and who is at work on them.
+
+    A block is of one dtype and number of heads: its keys share compiled kernels.
+    """
 
     keys: list[ProbeKey]
-    deaths: Deaths
-    index: int
+    deaths: Deaths = field(default_factory=Deaths)
+    workers: int = 0
+    done: int = 0
+    blocks: deque[list[ProbeKey]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = itertools.groupby(
+            self.keys, key=lambda key: (key.q_data_type, key.num_heads, key.mode in SPARSE_MODES)
+        )
+        self.blocks = deque(list(block) for _, block in blocks)
 
     @property
-    def order(self) -> tuple[bool, int]:
-        """Casts in front of a backend last; of libraries that may have to be built, every first chunk before the second."""
+    def urgency(self) -> tuple[bool, bool, float]:
+        """The next free worker goes where this is largest: casts in front of a backend come last, a library that may have to
+        be built is begun first and gets a second worker when it is, and the rest by blocks per worker."""
         name = self.keys[0].backend
-        if ":" in name:
-            return True, 0
-        own = registry.backend_class(name).requires in ("", "triton")
-        return False, 0 if own else self.index
+        cast = ":" in name
+        own = cast or registry.backend_class(name).requires in ("", "triton")
+        share = len(self.blocks) / (self.workers + 1)
+        return not cast, not own and not self.workers, share if own or self.done or not self.workers else 0.0
 
 
 class _Session:
@@ -69,6 +80,7 @@ class _Session:
         self.folder, self.device, self.seconds, self.report, self.on_row = folder, device, seconds, report, on_row
         self.rows: dict[ProbeKey, dict[str, Any]] = {}
         self.known: dict[ProbeKey, dict[str, Any]] = {}
+        self.groups: list[_Group] = []
         self.total = 0
         self._crews: list[Crew] = []
         self._lock, self._numbers, self._stopped = threading.RLock(), itertools.count(), False
@@ -90,22 +102,39 @@ class _Session:
         if self.on_row is not None:
             self.on_row(row, len(self.rows) + len(self.report.rows), self.total)
 
-    def run(self, chunk: _Chunk) -> None:
-        """Rows of a chunk; kept on disk when it is done."""
-        crew, rows = self.crew(chunk.deaths), []
-        try:
-            for key in chunk.keys:
-                row = self.known.get(key) or _probe(crew, key)
-                if self._stopped:
-                    return
-                self.add(key, row)
-                rows.append(row)
-        finally:
-            crew.close()
-            with self._lock:
-                _remember(
-                    self.device, [row for row in rows if row is not self.known.get(ProbeKey.of(row))], self.report
-                )
+    def work(self) -> None:
+        """One thread: a group's worker until no block of it is left, then another's."""
+        while (group := self._join()) is not None:
+            crew, rows = self.crew(group.deaths), list[dict[str, Any]]()
+            try:
+                while (block := self._take(group)) is not None:
+                    for key in block:
+                        row = self.known.get(key) or _probe(crew, key)
+                        if self._stopped:
+                            return
+                        self.add(key, row)
+                        rows.append(row)
+                        group.done += 1
+            finally:
+                crew.close()
+                with self._lock:
+                    group.workers -= 1
+                    _remember(
+                        self.device, [row for row in rows if row is not self.known.get(ProbeKey.of(row))], self.report
+                    )
+
+    def _join(self) -> _Group | None:
+        with self._lock:
+            waiting = [group for group in self.groups if group.blocks]
+            if not waiting:
+                return None
+            group = max(waiting, key=lambda group: group.urgency)
+            group.workers += 1
+            return group
+
+    def _take(self, group: _Group) -> list[ProbeKey] | None:
+        with self._lock:
+            return group.blocks.popleft() if group.blocks else None
 
     def stop(self) -> None:
         """Ends all workers, so that their threads end."""
@@ -155,13 +184,13 @@ def run_probe(
         if not fresh:
             session.known = {ProbeKey.of(row): row for row in read_rows(device) if row["status"] == "verified"}
         with _clock(report, "asking"):
-            groups = _survey(filters, arch, session)
-        session.total = sum(len(group) for group in groups) + len(report.rows)
+            session.groups = [_Group(group) for group in _survey(filters, arch, session)]
+        session.total = sum(len(group.keys) for group in session.groups) + len(report.rows)
         for row in report.rows:
             session.tell(row)
-        chunks = sorted((chunk for group in groups for chunk in _chunks(group)), key=lambda chunk: chunk.order)
-        with _clock(report, "running"), ThreadPoolExecutor(jobs or default_jobs()) as pool:
-            futures = [pool.submit(session.run, chunk) for chunk in chunks]
+        threads = jobs or default_jobs()
+        with _clock(report, "running"), ThreadPoolExecutor(threads) as pool:
+            futures = [pool.submit(session.work) for _ in range(threads)]
             try:
                 for future in as_completed(futures):
                     future.result()
@@ -171,7 +200,7 @@ def run_probe(
                 raise
         with _clock(report, "timing"):
             _measure(session)
-    report.rows += [session.rows[key] for group in groups for key in group]
+    report.rows += [session.rows[key] for group in session.groups for key in group.keys]
     learn(report.rows)
     return report
 
@@ -181,11 +210,6 @@ def _clock(report: Report, part: str) -> Iterator[None]:
     start = time.monotonic()
     yield
     report.seconds[part] = round(time.monotonic() - start, 1)
-
-
-def _chunks(group: list[ProbeKey]) -> list[_Chunk]:
-    deaths = Deaths()
-    return [_Chunk(group[at : at + CHUNK], deaths, at // CHUNK) for at in range(0, len(group), CHUNK)]
 
 
 def _survey(filters: Filters, arch: int, session: _Session) -> list[list[ProbeKey]]:
@@ -232,7 +256,7 @@ def _measure(session: _Session) -> None:
     """
     rivals: dict[ProbeKey, list[ProbeKey]] = {}
     for key, row in session.rows.items():
-        if row["status"] == "verified" and key.backend in registry.AUTO_ORDER[session.device]:
+        if row["status"] == "verified" and _auto_may_take(key):
             rivals.setdefault(replace(key, backend=""), []).append(key)
     wanted = [
         key
@@ -255,6 +279,12 @@ def _measure(session: _Session) -> None:
     finally:
         crew.close()
         _remember(session.device, measured, session.report)
+
+
+def _auto_may_take(key: ProbeKey) -> bool:
+    if key.backend not in registry.AUTO_ORDER[key.device]:
+        return False
+    return not (registry.backend_class(key.backend).rounds_fp8 and row_layout(key.kv_layout).is_fp8)
 
 
 def _remember(device: str, rows: list[dict[str, Any]], report: Report) -> None:

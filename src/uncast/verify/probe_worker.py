@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from uncast.attention import ProblemError, Refused, registry
+from uncast.attention import Capability, ProblemError, ProblemSpec, Refused, registry
 from uncast.attention.registry import UnknownBackend
 from uncast.attention.verified import Variant
+from uncast.backends._recast import recast_capability
 from uncast.verify.probe import ProbeInputs, ProbeResult, probe_combination
 from uncast.verify.probe_grid import ProbeKey
 from uncast.verify.probe_time import TimedInputs, time_backend
@@ -75,12 +76,15 @@ def _is_broken(device: str) -> bool:
 
 
 def refusal(key: ProbeKey) -> str | None:
-    """None if the backend claims at least one variant of `key`, else why not."""
+    """None if the backend claims at least one variant of `key`, else why not. A library that is installed is not imported."""
+    wrapper, _, inner = key.backend.rpartition(":")
     try:
-        backend = registry.create(key.backend)
+        made = registry.asked_of(inner) if registry.is_installed(inner) else registry.create(inner)
     except UnknownBackend as error:
         return str(error)
-    reasons = [backend.capability(spec) for _, spec in key.specs()]
+    ask: Callable[[ProblemSpec], Capability] = made.capability  # type: ignore[assignment]
+    specs = [spec for _, spec in key.specs()]
+    reasons = [recast_capability(key.backend, ask, spec) if wrapper else ask(spec) for spec in specs]
     return None if any(capability.ok for capability in reasons) else reasons[0].reason
 
 
