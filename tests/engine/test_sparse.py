@@ -205,6 +205,17 @@ def test_the_smallest_and_a_large_topk(topk: int, tmp_path: Path) -> None:
         assert tokens_of(outputs[request.request_id]) == tokens_of(alone(single, request))
 
 
+def test_a_topk_beyond_every_context_is_dense(tmp_path: Path) -> None:
+    """Nothing is as wide as topk, neither of the pool's rows nor of the model's positions."""
+    model = load_model(build_model_folder(tmp_path, "deepseek_v32", index_topk=2**31 - 1))
+    for deterministic in (False, True):
+        runner = ModelRunner(model, num_pages=4, page_size=PAGE, deterministic=deterministic)
+        sequence = Sequence(list(range(30)))
+        runner.ensure_pages(sequence, 30)
+        runner.step([(sequence, 30)])
+        assert runner.last_step_bytes().needed == 30 * ROW * 2
+
+
 def test_layouts_of_the_index_cache(sparse: MLADecoder) -> None:
     for rows, keys in (("fp8_ds_mla", "fp8"), ("fp8_e4m3", "fp8"), ("bf16", "bf16"), ("fp32", "fp32")):
         runner = ModelRunner(sparse, kv_layout=rows, num_pages=2, page_size=PAGE)

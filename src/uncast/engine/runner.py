@@ -116,6 +116,9 @@ class ModelRunner:
         self.attention = MLAPagedAttention(attention_backend)
         self.counters = new_counters(model.device)
         self._decoder = with_fixed_rows(model) if deterministic else model
+        # Where no request can have more tokens than it may select, attention is dense.
+        longest = min(num_pages * page_size, config.max_position_embeddings)
+        self._max_topk = config.indexer.topk if config.indexer is not None and config.indexer.topk < longest else 0
         self._plans: list[AttentionPlan] = []
         self._chunks: list[tuple[int, int]] = []
         self.attention_backend = self._warm_up()
@@ -133,7 +136,7 @@ class ModelRunner:
             device=self.model.device.type,
             batch_invariant=self.deterministic,
         )
-        topk = 0 if config.indexer is None else config.indexer.topk
+        topk = self._max_topk
         name = self.attention.resolve(replace(spec, topk=topk))
         for wanted in {topk} if self.deterministic else {0, topk}:
             for max_q_len in (1,) if self.deterministic else (1, 8):
@@ -193,10 +196,7 @@ class ModelRunner:
     def _topk(self, batch: Batch) -> int:
         """0 where no request has more tokens than it may select: dense attention is the same then, and faster. In deterministic
         mode a row's code must not depend on its batch, so that every step is sparse."""
-        indexer = self.model.config.indexer
-        if indexer is None or (not self.deterministic and max(batch.kv_lens) <= indexer.topk):
-            return 0
-        return indexer.topk
+        return self._max_topk if self.deterministic or max(batch.kv_lens) > self._max_topk else 0
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         return sequence.pages[position // self.page_size] * self.page_size + position % self.page_size
