@@ -34,6 +34,7 @@ from uncast.attention.problem import ProblemSpec
 from uncast.kernels import (
     combine,
     gather_rows,
+    index_select,
     mma_launch,
     packed_matmul,
     sparse_launch,
@@ -47,6 +48,7 @@ from uncast.kernels.schedule import BATCH_BUCKETS
 from uncast.kernels.unpack import NATIVE_ARCH
 from uncast.kernels.wgmma_decode import wgmma_decode_kernel
 from uncast.kernels.wgmma_sparse import wgmma_sparse_kernel
+from uncast.latent.index_keys import index_layout
 from uncast.latent.layouts import LAYOUT_NAMES, row_layout
 
 CHIPS = (80, 86, 89, 90, 100, 120)
@@ -236,6 +238,16 @@ def sparse_variants() -> Iterator[Variant]:
                 kpe_base="*i16", cache_words="*fp32", indices="*i32",
             )  # fmt: skip
             yield Variant(f"wgmma_sparse_{layout}_rows{rows}", wgmma_sparse_kernel, types, args, (90,))
+    for native in (True, False):
+        claimed = tuple(chip for chip in CHIPS if (chip >= NATIVE_ARCH) == native)
+        for group, heads in ((1, 64), (index_select.ROWS, 32)):
+            args = index_select.constexprs(index_layout("fp8"), heads, native, group, 32)
+            kernel, label = index_select.index_logits_kernel, f"index_logits_fp8_heads{heads}_rows{group}"
+            types = _types(
+                kernel, args, q="*bf16", weights="*fp32", keys="*u8", scales="*fp32", scores="*fp32", factor="fp32"
+            )
+            name = f"{label}{'' if native else '_integer'}"
+            yield Variant(name, kernel, types, args, claimed, index_select.NUM_WARPS, 3)
 
 
 def variants() -> list[Variant]:

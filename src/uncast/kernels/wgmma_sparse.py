@@ -81,10 +81,10 @@ def _publish_choices(
     rows = slots(pages, entries(line, at, end), kv_len, page_shift)
     next_rows = slots(pages, entries(line, at + 64, end), kv_len, page_shift)
     position = entries(line, at + 128, end)
-    v = _fetch_scales(words, rows, L) if DS else 0.0
+    v = _fetch_scales(words, rows, L) if DS else rows
     for t in range(nt):
         s = t % ST
-        following = _fetch_scales(words, next_rows, L) if DS else 0.0
+        following = _fetch_scales(words, next_rows, L) if DS else rows
         last_rows = slots(pages, position, kv_len, page_shift)
         position = entries(line, at + (t + 3) * 64, end)
         if DS:
