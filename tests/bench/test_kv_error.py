@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from tests.fixtures import build_hf
 from tests.rescaled import SOURCE, build_rescaled
 
 from uncast.bench.kv_advice import advice
@@ -131,6 +134,24 @@ def test_a_layout_that_is_exact_has_no_error(rescaled: MLADecoder, prompts: list
     (result,) = meter.measure([prompts[0][:64]], [Contender("fp32", "fp32", None, "none")], per_layer_kl=False)
     assert 0 < result.kl < 2e-5 and all(layer.attention_error < 4e-3 and layer.values == 0 for layer in result.layers)
     assert all(layer.kl is None for layer in result.layers)
+
+
+def test_sparse_attention_is_measured_over_the_tokens_that_it_selects(tmp_path: Path) -> None:
+    """A random glm_moe_dsa, prompts longer than its topk: KL as of an engine whose rows alone are FP8, index keys BF16."""
+    build_hf("glm_moe_dsa_52", tmp_path, sharpen=4.0)
+    model = load_model(tmp_path)
+    prompt = torch.randint(0, 512, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    meter = KVErrorMeter(model, ["fp8_ds_mla"], max_tokens=60)
+    (result,) = meter.measure([prompt], [DS_MLA])
+
+    def logits(layout: str) -> torch.Tensor:
+        runner, sequence = ModelRunner(model, kv_layout=layout, num_pages=1, index_layout_name="bf16"), Sequence(prompt)
+        runner.ensure_pages(sequence, 60)
+        return runner.step([(sequence, 60)], every_token=True)
+
+    assert result.kl > 1e-6
+    assert result.kl == pytest.approx(divergence(logits("bf16"), logits("fp8_ds_mla")), rel=1e-6)
+    assert all(layer.attention_error > 1e-3 and layer.kl is not None and layer.kl > 0 for layer in result.layers)
 
 
 def test_logits_that_are_not_finite_are_an_error(rescaled: MLADecoder) -> None:
