@@ -198,17 +198,17 @@ def packed_matmul_kernel(
         base = (expert.to(tl.int64) if EXPERTS > 1 else tl.program_id(0).to(tl.int64) * 0) * height
         w = tl.arange(0, BLOCK_W)
         begin = tl.program_id(2) * (width // SPLITS)
-        x_ptrs = x + source.to(tl.int64)[None, :] * K + w[:, None]
-        gate_ptrs = words + (base + n_load)[:, None] * width + w[None, :]
+        x_ptrs = x + source.to(tl.int64)[None, :] * K + (begin + w)[:, None]
+        gate_ptrs = words + (base + n_load)[:, None] * width + (begin + w)[None, :]
         up_ptrs = gate_ptrs + N.to(tl.int64) * width
         seen = live[None, :]
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if FORMAT == NVFP4:
             g = tl.arange(0, BLOCK_W // 2)
-            scale_ptrs = scales + (base + n_load)[:, None] * (width // 2) + g[None, :]
+            scale_ptrs = scales + (base + n_load)[:, None] * (width // 2) + (begin // 2 + g)[None, :]
             up_scale_ptrs = scale_ptrs + N.to(tl.int64) * (width // 2)
-            for w0 in range(begin, begin + width // SPLITS, BLOCK_W):
+            for w0 in range(0, width // SPLITS, BLOCK_W):
                 values = (
                     tl.load(x_ptrs + w0, seen, 0.0), tl.load(x_ptrs + w0 + width, seen, 0.0),
                     tl.load(x_ptrs + w0 + 2 * width, seen, 0.0), tl.load(x_ptrs + w0 + 3 * width, seen, 0.0),
@@ -230,15 +230,15 @@ def packed_matmul_kernel(
             scale_base = scales + (base // height) * block_rows * block_columns
             gate_scales = scale_base + (tile // BLOCK_ROWS) * block_columns
             up_scales = scale_base + ((tile + N) // BLOCK_ROWS) * block_columns
-            for w0 in range(begin, begin + width // SPLITS, BLOCK_W):
+            for w0 in range(0, width // SPLITS, BLOCK_W):
                 quads = (
                     tl.load(x_ptrs + w0, seen, 0.0), tl.load(x_ptrs + w0 + width, seen, 0.0),
                     tl.load(x_ptrs + w0 + 2 * width, seen, 0.0), tl.load(x_ptrs + w0 + 3 * width, seen, 0.0),
                 )  # fmt: skip
-                scale = tl.load(gate_scales + w0 // block_words)
+                scale = tl.load(gate_scales + (begin + w0) // block_words)
                 acc = step_fp8(acc, tl.load(gate_ptrs + w0), scale, quads, ASM)
                 if GATED:
-                    up_scale = tl.load(up_scales + w0 // block_words)
+                    up_scale = tl.load(up_scales + (begin + w0) // block_words)
                     acc_up = step_fp8(acc_up, tl.load(up_ptrs + w0), up_scale, quads, ASM)
         if GATED:
             acc = acc / (1.0 + tl.exp(-acc)) * acc_up
