@@ -133,6 +133,14 @@ def test_a_batch_without_queries_runs_nothing() -> None:
     assert out.shape[0] == 0
 
 
+@pytest.mark.usefixtures("double")
+def test_a_batch_of_empty_requests_does_not_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_double.Wrapper, "plan", None)
+    problem, case = batch(spec_of("flashinfer_trtllm_gen", num_heads=16), [0, 0], [2, 2])
+    out, lse = run("flashinfer_trtllm_gen", problem, case, True)
+    assert lse is not None and bool((out == 0).all()) and bool((lse == -torch.inf).all())
+
+
 def test_the_library_takes_these_arguments() -> None:
     """Signatures of the installed FlashInfer: a failure is a change of its interface."""
     mla = pytest.importorskip("flashinfer.mla")

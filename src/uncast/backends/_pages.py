@@ -46,6 +46,12 @@ def common_q_len(problem: Problem, name: str) -> int:
     return q_len
 
 
+def is_idle(problem: Problem) -> bool:
+    """Whether no query row sees a cached row, so that a library would be given an empty problem. Syncs with a GPU."""
+    visible = visible_rows(problem.qo_indptr.tolist(), problem.kv_len_arr.tolist(), problem.spec.causal)
+    return not bool((visible > 0).any())
+
+
 def unseen_rows(problem: Problem) -> torch.Tensor | None:
     """bool [total_q]: query rows that see no cached row, for which output 0 and LSE -inf are promised; None if all see one."""
     visible = visible_rows(problem.qo_indptr.tolist(), problem.kv_len_arr.tolist(), problem.spec.causal)

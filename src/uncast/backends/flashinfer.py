@@ -12,7 +12,7 @@ import torch
 
 from uncast.attention.problem import Problem, ProblemSpec
 from uncast.backends._flashinfer import WORKSPACE_BYTES, FlashInferBackend, contiguous_or_new
-from uncast.backends._pages import clear_unseen, tight_csr, unseen_rows
+from uncast.backends._pages import clear_unseen, is_idle, tight_csr, unseen_rows
 from uncast.latent.codec import Scale
 
 __all__ = ["WORKSPACE_BYTES", "FlashInferFa2", "FlashInferFa3"]
@@ -29,9 +29,9 @@ class _FlashAttention(FlashInferBackend):
 
     def plan(self, problem: Problem) -> None:
         self._problem = problem
-        if problem.total_q == 0:
+        self._unseen, self._idle = unseen_rows(problem), is_idle(problem)
+        if self._idle:
             return
-        self._unseen = unseen_rows(problem)
         indptr, indices = tight_csr(problem)
         self._wrapper = self._plan_wrapper(
             problem,
@@ -54,7 +54,8 @@ class _FlashAttention(FlashInferBackend):
         lse: torch.Tensor | None,
         indices: torch.Tensor | None = None,
     ) -> None:
-        if self._problem.total_q == 0:
+        if self._idle:
+            clear_unseen(self._unseen, out, lse)
             return
         spec = self._problem.spec
         fp8 = spec.layout.is_fp8

@@ -22,7 +22,7 @@ import torch
 
 from uncast.attention.problem import Problem, ProblemError, ProblemSpec
 from uncast.backends._flashinfer import FlashInferBackend, contiguous_or_new
-from uncast.backends._pages import block_table, clear_unseen, common_q_len, unseen_rows
+from uncast.backends._pages import block_table, clear_unseen, common_q_len, is_idle, unseen_rows
 from uncast.latent.codec import Scale
 
 TABLE_ROWS = 128
@@ -71,10 +71,10 @@ class DenseTableBackend(FlashInferBackend):
 
     def plan(self, problem: Problem) -> None:
         self._problem = problem
-        if problem.total_q == 0:
-            return
         common_q_len(problem, self.name)
-        self._unseen = unseen_rows(problem)
+        self._unseen, self._idle = unseen_rows(problem), is_idle(problem)
+        if self._idle:
+            return
         metadata = self._library.MLAPlanMetadata.dense(
             problem.qo_indptr, block_table(problem, TABLE_ROWS // problem.spec.page_size),
             problem.kv_len_arr.clamp_min(1),
@@ -98,7 +98,8 @@ class DenseTableBackend(FlashInferBackend):
     ) -> None:
         if lse is not None and not self.gives_lse:
             raise ProblemError(f"{self.name} gives no LSE: plan with return_lse=True, which finds a backend that does")
-        if self._problem.total_q == 0:
+        if self._idle:
+            clear_unseen(self._unseen, out, lse)
             return
         target = contiguous_or_new(out)
         base2 = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=out.device) if self.gives_lse else None

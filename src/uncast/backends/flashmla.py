@@ -13,7 +13,7 @@ import torch
 
 from uncast.attention.backend import Capability
 from uncast.attention.problem import Problem, ProblemSpec
-from uncast.backends._pages import block_table, clear_unseen, common_q_len, unseen_rows
+from uncast.backends._pages import block_table, clear_unseen, common_q_len, is_idle, unseen_rows
 from uncast.backends._write import FusedWriter
 from uncast.latent.codec import Scale
 from uncast.numerics.e4m3 import E4M3_MAX
@@ -55,9 +55,10 @@ class FlashMLABackend(FusedWriter):
 
     def plan(self, problem: Problem) -> None:
         self._problem, self._q_len = problem, common_q_len(problem, self.name)
-        if problem.total_q == 0:
+        self._unseen, self._idle = unseen_rows(problem), is_idle(problem)
+        if self._idle:
             return
-        self._table, self._unseen = block_table(problem), unseen_rows(problem)
+        self._table = block_table(problem)
         self._lens = problem.kv_len_arr.clamp_min(1)  # the FP8 kernel reads block_table[-1] for an empty request
         self._schedule = self._make_schedule(problem)
 
@@ -80,7 +81,8 @@ class FlashMLABackend(FusedWriter):
         lse: torch.Tensor | None,
         indices: torch.Tensor | None = None,
     ) -> None:
-        if self._problem.total_q == 0:
+        if self._idle:
+            clear_unseen(self._unseen, out, lse)
             return
         result, row_lse = self._call(self._query(q_nope, q_pe), cache.view(torch.bfloat16), is_fp8=False)
         self._store(result, row_lse, out, lse)
@@ -128,7 +130,8 @@ class FlashMLALossyQ(FlashMLABackend):
         lse: torch.Tensor | None,
         indices: torch.Tensor | None = None,
     ) -> None:
-        if self._problem.total_q == 0:
+        if self._idle:
+            clear_unseen(self._unseen, out, lse)
             return
         # One descale for the whole row: what differs goes into q_pe.
         ratio = _scale(kpe_scale, out) / _scale(ckv_scale, out)
