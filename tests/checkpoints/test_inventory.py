@@ -14,6 +14,7 @@ from tests.fixtures import FAMILIES, build_hf
 from uncast.checkpoints.files import CheckpointError
 from uncast.checkpoints.implied import implied_tensors
 from uncast.checkpoints.inventory import Tensor, modules, place, read_headers
+from uncast.checkpoints.quantization import Quantization
 from uncast.models.config import ModelConfig
 
 
@@ -27,7 +28,7 @@ def test_a_configuration_implies_the_tensors_that_transformers_writes(family: st
     build_hf(family, tmp_path, max_shard_size="300KB", num_hidden_layers=3)
     stored = read_headers(tmp_path)
     config = ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text()))
-    implied = implied_tensors(config, {})
+    implied = implied_tensors(config, Quantization())
     assert {t.name: t.shape for t in implied} == {t.name: t.shape for t in stored}
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) > 1
@@ -87,8 +88,8 @@ def test_parts_are_found_by_name() -> None:
 def test_nvfp4_settings_are_followed_with_their_exclusions() -> None:
     raw: dict[str, Any] = {**FAMILIES["deepseek_v3"], "num_hidden_layers": 3, "rms_norm_eps": 1e-6}
     config = ModelConfig.from_hf(raw)
-    settings = {"quant_algo": "NVFP4", "exclude_modules": ["*self_attn*", "model.layers.1.mlp*"]}
-    found = modules(implied_tensors(config, settings), 3)
+    declared = Quantization("nvfp4", ("*self_attn*", "model.layers.1.mlp*"))
+    found = modules(implied_tensors(config, declared), 3)
     by_format = {(m.layer, m.part): m.format for m in found if m.layer is not None}
     assert by_format[1, "attention"] == by_format[2, "attention"] == "BF16"
     assert by_format[1, "experts"] == "BF16" and by_format[2, "experts"] == "NVFP4" and by_format[2, "router"] == "BF16"

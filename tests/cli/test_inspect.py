@@ -85,6 +85,19 @@ def test_nvfp4_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "holds no scale for it" in facts["notes"][1]
 
 
+def test_weights_that_cannot_be_loaded_are_shown_and_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = inspect(capsys, configured(tmp_path, quantization_config={"quant_method": "awq"}))
+    assert facts["notes"][0].startswith("uncast cannot load these weights: quantization method 'awq' is not supported")
+
+
+def test_fp8_blocks_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    facts = inspect(capsys, configured(tmp_path, quantization_config=settings))
+    rows = {row["part"]: row for row in facts["weights"]["formats"]}
+    assert rows["experts"]["nbytes"] == rows["experts"]["parameters"] * (1 + 4 / 128**2)
+    assert list(rows["router"]["formats"]) == ["BF16"]
+
+
 def test_the_tables_fit_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "tiny-glm", "--memory", "0.001", "--bandwidth", "4.8"]) == 2
     assert "context is 4096: this model's is 2048" in capsys.readouterr().err

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
-from typing import Any
+from collections.abc import Iterator
 
 from uncast.checkpoints.inventory import Tensor, place
+from uncast.checkpoints.quantization import Quantization
 from uncast.models.config import IndexerConfig, ModelConfig
 
-BLOCK = 128
 _PLAIN = ("embedding", "LM head", "router", "norms", "MTP")
 """Parts that FP8 and NVFP4 checkpoints of MLA models leave in 16 bits, whatever their settings list."""
 
 
-def implied_tensors(config: ModelConfig, settings: Mapping[str, Any]) -> list[Tensor]:
+def implied_tensors(config: ModelConfig, declared: Quantization) -> list[Tensor]:
     """Names, dtypes and shapes in Hugging Face's spelling; without multi-token prediction layers.
 
     Args:
-        settings: of quantisation, see `uncast.checkpoints.inventory.quantization`. FP8 in blocks and NVFP4 with its excluded
-            modules are followed; any other method counts as BF16.
+        declared: how linear layers that it does not exclude are stored; the others count as BF16.
     """
     tensors = [Tensor("model.embed_tokens.weight", "BF16", (config.vocab_size, config.hidden_size))]
     tensors.append(Tensor("model.norm.weight", "BF16", (config.hidden_size,)))
@@ -34,7 +31,7 @@ def implied_tensors(config: ModelConfig, settings: Mapping[str, Any]) -> list[Te
             tensors += [Tensor(norm + part, "BF16", (config.indexer.head_dim,)) for part in ("weight", "bias")]
         linear.update(_mlp(config, index, prefix))
         for name, shape in linear.items():
-            tensors.extend(_stored(name, shape, config.num_layers, settings))
+            tensors.extend(_stored(name, shape, config.num_layers, declared))
         if config.mlp_kinds[index] == "sparse" and config.moe is not None and config.moe.scoring == "sigmoid":
             bias = f"{prefix}mlp.gate.e_score_correction_bias"
             tensors.append(Tensor(bias, "F32", (config.moe.num_experts,)))
@@ -84,16 +81,16 @@ def _gated(prefix: str, hidden: int, width: int) -> Iterator[tuple[str, tuple[in
     yield prefix + "down_proj", (hidden, width)
 
 
-def _stored(name: str, shape: tuple[int, int], num_layers: int, settings: Mapping[str, Any]) -> list[Tensor]:
+def _stored(name: str, shape: tuple[int, int], num_layers: int, declared: Quantization) -> list[Tensor]:
     rows, columns = shape
     part = place(name, num_layers)[1]
-    if part not in _PLAIN and not name.endswith("weights_proj"):
-        if settings.get("quant_method") == "fp8":
-            blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    if part not in _PLAIN and not name.endswith("weights_proj") and not declared.excludes(name):
+        if declared.kind == "fp8":
+            blocks = (-(-rows // declared.block[0]), -(-columns // declared.block[1]))
             return [
                 Tensor(name + ".weight", "F8_E4M3", shape), Tensor(name + ".weight_scale_inv", "F32", blocks),
             ]  # fmt: skip
-        if is_nvfp4(settings) and not _excluded(name, settings):
+        if declared.kind == "nvfp4":
             return [
                 Tensor(name + ".weight", "U8", (rows, columns // 2)),
                 Tensor(name + ".weight_scale", "F8_E4M3", (rows, columns // 16)),
@@ -101,14 +98,3 @@ def _stored(name: str, shape: tuple[int, int], num_layers: int, settings: Mappin
                 Tensor(name + ".input_scale", "F32", ()),
             ]
     return [Tensor(name + ".weight", "BF16", shape)]
-
-
-def is_nvfp4(settings: Mapping[str, Any]) -> bool:
-    """Whether modelopt wrote these settings for NVFP4."""
-    return settings.get("quant_algo") == "NVFP4"
-
-
-def _excluded(name: str, settings: Mapping[str, Any]) -> bool:
-    globs = settings.get("exclude_modules", settings.get("ignore", []))
-    names = [str(glob) for glob in globs] if isinstance(globs, list) else []
-    return any(fnmatchcase(name, glob) or fnmatchcase(name, glob + ".*") for glob in names)

@@ -13,11 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from uncast.checkpoints.files import CheckpointError, check_regular, read_json
+from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_regular, read_json
 from uncast.checkpoints.source import INDEX_FILE
 
 ITEM_BITS = {
@@ -82,7 +81,7 @@ def read_headers(folder: Path) -> list[Tensor]:
                     part = file.get_slice(name)
                     tensors.append(Tensor(name, str(part.get_dtype()), tuple(part.get_shape())))
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"cannot open {path}: {error}") from None
+            raise DamagedCheckpoint(f"cannot open {path}: {error}") from None
     for tensor in tensors:
         if tensor.dtype not in ITEM_BITS:
             raise CheckpointError(f"{tensor.name} in {folder} is {tensor.dtype}: the size of that dtype is not known")
@@ -171,13 +170,3 @@ def _plain(dtype: str) -> str:
 
 def _elements(parts: Mapping[str, Tensor]) -> int:
     return sum(tensor.elements for suffix, tensor in parts.items() if not suffix.endswith("_scale"))
-
-
-def quantization(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings of `hf_quant_config.json` if there is one, else config.json's `quantization_config`; empty if neither."""
-    path = folder / "hf_quant_config.json"
-    if os.path.lexists(path):
-        settings = read_json(path).get("quantization", {})
-        return dict(settings) if isinstance(settings, dict) else {}
-    settings = raw.get("quantization_config")
-    return dict(settings) if isinstance(settings, dict) else {}

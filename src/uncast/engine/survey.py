@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from uncast.checkpoints.files import CheckpointError, read_json
-from uncast.checkpoints.implied import implied_tensors, is_nvfp4
-from uncast.checkpoints.inventory import Module, modules, quantization, read_headers
+from uncast.checkpoints.implied import implied_tensors
+from uncast.checkpoints.inventory import Module, modules, read_headers
+from uncast.checkpoints.quantization import Quantization, read_quantization
 from uncast.models.config import ConfigError, ModelConfig
 
 
@@ -71,32 +72,32 @@ def survey(folder: Path) -> Survey:
         config = ModelConfig.from_hf(raw)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    settings, notes = quantization(raw, folder), []
+    notes: list[str] = []
+    declared = _declared(folder, raw, notes)
     tensors = read_headers(folder)
     stored = bool(tensors)
     if not stored:
-        tensors = implied_tensors(config, settings)
-        notes.append(f"no weights in this folder: bytes are implied by config.json, {_assumed(settings)}")
+        tensors = implied_tensors(config, declared)
+        notes.append(f"no weights in this folder: bytes are implied by config.json, {_ASSUMED[declared.kind]}")
     found = modules(tensors, config.num_layers)
     if not any(module.part == "attention" for module in found):
         raise CheckpointError(f"{folder} holds no attention weights under Hugging Face's names")
     scales = len({module.layer for module in found if module.format == "KV scale"})
-    if scales == 0 and _fp8_cache(settings):
+    if scales == 0 and declared.fp8_cache:
         notes.append("the checkpoint asks for an FP8 KV cache but holds no scale for it: engines then use 1.0")
     return Survey(folder, config, found, stored, scales, tuple(notes))
 
 
-def _assumed(settings: Mapping[str, Any]) -> str:
-    if settings.get("quant_method") == "fp8":
-        return "weights in FP8 blocks"
-    if is_nvfp4(settings):
-        return "NVFP4 but for the excluded modules"
-    method = settings.get("quant_method") or settings.get("quant_algo")
-    return "all in BF16" + (f" (quantization {method!r} is not followed)" if method else "")
+def _declared(folder: Path, raw: Mapping[str, Any], notes: list[str]) -> Quantization:
+    """What the folder says of its quantisation; a method that cannot be loaded is noted and counts as none."""
+    try:
+        return read_quantization(folder, raw)
+    except CheckpointError as error:
+        notes.append(f"uncast cannot load these weights: {error}")
+        return Quantization()
 
 
-def _fp8_cache(settings: Mapping[str, Any]) -> bool:
-    return settings.get("kv_cache_quant_algo") == "FP8" or bool(settings.get("kv_cache_scheme"))
+_ASSUMED = {"none": "all in BF16", "fp8": "weights in FP8 blocks", "nvfp4": "NVFP4 but for the excluded modules"}
 
 
 _ORDER = (
