@@ -83,7 +83,7 @@ def test_a_crowded_pool_gives_the_tokens_of_solo_runs(
         assert tokens_of(outputs[request.request_id]) == tokens_of(alone(single, request))
 
 
-@pytest.mark.parametrize(("layout", "seed", "max_step_tokens"), [("fp8_ds_mla", 0, 9), ("fp32", 2, 17)])
+@pytest.mark.parametrize(("layout", "seed", "max_step_tokens"), [("fp8_ds_mla", 0, 9)])
 def test_deterministic_mode_is_bit_equal_in_a_crowd(
     sparse: MLADecoder, sparse_folder: Path, layout: str, seed: int, max_step_tokens: int
 ) -> None:
@@ -197,7 +197,7 @@ def test_bytes_of_dense_and_sparse_steps(sparse: MLADecoder) -> None:
 def test_the_smallest_and_a_large_topk(topk: int, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path, "deepseek_v32", index_topk=topk)
     model, tokenizer, rng = load_model(folder), Tokenizer(folder), random.Random(topk)
-    requests = [Request([5], max_tokens=30, request_id="one"), *random_requests(rng, 5, longest=30, new=10)]
+    requests = [Request([5], max_tokens=30, request_id="one"), *random_requests(rng, 3, longest=30, new=10)]
     engine = make_engine(model, tokenizer, pages=12, deterministic=True)
     outputs = run_all(engine, requests, rng=rng)
     single = make_engine(model, tokenizer, pages=12, prefix_cache=False, deterministic=True)
