@@ -13,6 +13,14 @@ from uncast.attention.problem import Problem, ProblemError, ProblemSpec
 DEVICES = ("cpu", "cuda")
 
 
+def arch_of(device: torch.device) -> int:
+    """Compute capability as major * 10 + minor, 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
 def normalise(
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor | None,
@@ -67,11 +75,7 @@ def normalise(
         if value is not None and not (isinstance(value, int) and value >= 0):
             raise ProblemError(f"{name} is {value}: it must be a whole number, 0 or more")
     device = qo_indptr.device
-    arch = 0
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = major * 10 + minor
-    spec = replace(spec, max_q_len=max_q_len, device=device.type, arch=arch)
+    spec = replace(spec, max_q_len=max_q_len, device=device.type, arch=arch_of(device))
     spec.check()
     return Problem(
         spec, qo_indptr, kv_indptr, kv_indices, kv_len_arr, total_q, max_kv_len, num_pages, pages_per_request

@@ -9,6 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
+from uncast.attention.metadata import arch_of
 from uncast.engine.batch import Batch
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
@@ -134,6 +135,7 @@ class ModelRunner:
             q_data_type=self.model.dtype,
             sm_scale=config.sm_scale,
             device=self.model.device.type,
+            arch=arch_of(self.model.device),
             batch_invariant=self.deterministic,
         )
         topk = self._max_topk
