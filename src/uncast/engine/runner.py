@@ -21,6 +21,7 @@ from uncast.latent.pool import PagedPool
 from uncast.models.config import ModelConfig
 from uncast.models.decoder import ForwardBatch, MLADecoder
 from uncast.models.indexer import IndexCache
+from uncast.verify.indexer_probe import probe_indexer
 from uncast.verify.probe import probe_combination
 
 __all__ = ["ModelRunner", "RunnerError", "Sequence", "StepBytes"]
@@ -145,6 +146,11 @@ class ModelRunner:
                 result = probe_combination(name, replace(spec, max_q_len=max_q_len, topk=wanted))
                 if not result.verified:
                     raise RunnerError(result.reason)
+        if topk and config.indexer is not None and self.pool.index_layout is not None:
+            wanted_spec = replace(spec, max_q_len=1 if self.deterministic else 8, topk=topk)
+            fault = probe_indexer(name, wanted_spec, config.indexer.num_heads, self.pool.index_layout)
+            if fault:
+                raise RunnerError(fault)
         if self.deterministic:
             self._check_fixed_rows()
         return name
