@@ -10,7 +10,8 @@ import torch
 from tests.backends.helpers import planned
 from uncast.attention import Problem, ProblemError, ProblemSpec
 from uncast.attention.indexer_oracle import index_scores, select_oracle
-from uncast.backends.lightning_indexer import choose, select_tokens
+from uncast.backends import lightning_indexer
+from uncast.backends.lightning_indexer import choose, keys_read, select_tokens
 from uncast.latent.index_keys import IndexLayout, index_layout, load_keys, store_keys
 from uncast.verify.probe import make_case
 
@@ -111,6 +112,19 @@ def test_a_gpu_chooses_as_a_cpu_does(name: str) -> None:
     there = select_tokens(q.cuda(), weights.cuda(), cache.cuda(), replace(problem, **tensors), layout)
     here = select_tokens(q, weights, cache, problem, layout)
     assert there.is_cuda and float((there.cpu() == here).float().mean()) > 0.999
+
+
+def test_long_contexts_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, spec = index_layout("fp8"), replace(SPEC, max_q_len=70)
+    problem, q, weights, cache = build(spec, [900, 30, 0], [70, 20, 1], layout)
+    whole = select_tokens(q, weights, cache, problem, layout)
+    assert keys_read(problem, 32) == (900 - 70 + 64) + 900
+    monkeypatch.setattr(lightning_indexer, "TILE_SCORES", 900 * 20)
+    assert torch.equal(select_tokens(q, weights, cache, problem, layout), whole)
+    assert keys_read(problem, 32) == 850 + 870 + 890 + 900
+    monkeypatch.setattr(lightning_indexer, "TILE_SCORES", 1)
+    assert torch.equal(select_tokens(q, weights, cache, problem, layout), whole)
+    assert keys_read(problem, 32) == sum(range(831, 901))
 
 
 def test_a_dense_plan_is_refused() -> None:

@@ -1,8 +1,8 @@
 """The lightning indexer of sparse attention in torch: scores of stored keys, and the tokens that each query attends to.
 
-Keys are read block by block as they are stored. Scratch: the per-head scores of one block for at most `QUERY_ROWS` query rows
-(heads x queries), and the scores of those queries over the whole context. Any device will do; lengths come to the host, so a
-CUDA graph cannot capture it.
+Keys are read block by block as they are stored. Scratch: for a tile of queries, their per-head scores of one block, at most
+`QUERY_ROWS` rows (heads x queries), and their scores over the whole context, at most `TILE_SCORES` or one query's. Any device
+will do; lengths come to the host, so a CUDA graph cannot capture it.
 
 Definition and ties: `uncast.attention.indexer_oracle`. A query's choice depends on the other queries of its request only
 through the rounding of a matrix product, and on no other request.
@@ -21,6 +21,7 @@ from uncast.latent.index_keys import IndexLayout, load_keys
 
 BLOCK_KEYS = 512
 QUERY_ROWS = 2048
+TILE_SCORES = 2**22
 
 
 def select_tokens(
@@ -46,8 +47,8 @@ def select_tokens(
     starts, tables, lengths = problem.qo_indptr.tolist(), problem.kv_indptr.tolist(), problem.kv_len_arr.tolist()
     visible = visible_rows(starts, lengths, spec.causal)
     indices = torch.full((problem.total_q, spec.topk), -1, dtype=torch.int32, device=device)
-    step = max(1, QUERY_ROWS // q.shape[1])
     for request, kv_len in enumerate(lengths):
+        step = _tile(q.shape[1], kv_len)
         pages = problem.kv_indices[tables[request] : tables[request] + -(-kv_len // spec.page_size)]
         for begin in range(starts[request], starts[request + 1], step):
             rows = slice(begin, min(begin + step, starts[request + 1]))
@@ -62,15 +63,20 @@ def select_tokens(
     return indices
 
 
+def _tile(heads: int, kv_len: int) -> int:
+    """Queries of a request whose scores are held at once."""
+    return max(1, min(QUERY_ROWS // heads, TILE_SCORES // max(1, kv_len)))
+
+
 def keys_read(problem: Problem, heads: int) -> int:
     """How many stored keys `select_tokens` reads for `problem` and `heads`: a tile of queries reads all that its last one sees,
     or none if that is at most topk."""
-    starts, step = problem.qo_indptr.tolist(), max(1, QUERY_ROWS // heads)
-    visible = visible_rows(starts, problem.kv_len_arr.tolist(), problem.spec.causal)
+    starts, lengths = problem.qo_indptr.tolist(), problem.kv_len_arr.tolist()
+    visible = visible_rows(starts, lengths, problem.spec.causal)
     most = [
-        int(visible[begin : min(begin + step, last)].max())
-        for first, last in pairwise(starts)
-        for begin in range(first, last, step)
+        int(visible[begin : min(begin + _tile(heads, kv_len), last)].max())
+        for (first, last), kv_len in zip(pairwise(starts), lengths, strict=True)
+        for begin in range(first, last, _tile(heads, kv_len))
     ]
     return sum(count for count in most if count > problem.spec.topk)
 
