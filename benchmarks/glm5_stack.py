@@ -5,8 +5,9 @@
 
 Weights are random and made where they stay: MLPs and experts NVFP4, attention and indexer BF16, as NVIDIA's GLM-5-NVFP4 has
 them; every layer is a mixture. The cache holds random rows in `fp8_ds_mla`. Up to 2,048 tokens of context GLM-5's sparse
-attention selects every token, so a step is dense by definition; longer contexts run the indexer and sparse attention, and
-`--dense` runs the same shapes without the indexer.
+attention selects every token, so a step is dense by definition and only stores its index keys; longer contexts run the indexer
+and sparse attention. Every shape runs again without an indexer, also as a CUDA graph (`graph_ms`), which is what a step takes
+once its launches cost nothing; `--dense` runs only that.
 
 Floor of a step: every weight byte that it needs (routed experts: those that were chosen), the cache rows and index keys that it
 reads, over the bandwidth that a large copy reached on this machine (bytes read and written). Files: glm5-stack.csv and
@@ -47,7 +48,7 @@ TINY = GLM_5 | {
     "vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 4, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "q_lora_rank": 128,
 }  # fmt: skip
-SPARE_BYTES = 14 << 30
+SPARE_BYTES = 20 << 30
 """Left for the pool's scratch, the probe's child processes and the benchmark's own buffers."""
 E2M1_RMS = 2.92  # of codes that are equally frequent
 
@@ -183,18 +184,11 @@ def layers_that_fit(raw: dict[str, Any], pool_bytes_a_layer: int) -> int:
     return int(free // (weight_bytes(layer) + experts + pool_bytes_a_layer))
 
 
-def serve(model: MLADecoder, pages: int) -> ModelRunner:
-    """A runner; without the indexer where sparse attention does not pass its probe here."""
-    try:
-        return ModelRunner(model, kv_layout="fp8_ds_mla", num_pages=pages)
-    except (ValueError, RuntimeError) as error:
-        if model.config.indexer is None:
-            raise
-        print(f"without the indexer, since: {error}", flush=True)
-    config = replace(model.config, indexer=None)
+def without_indexer(model: MLADecoder) -> MLADecoder:
+    """The same weights; up to index_topk tokens of context the same results."""
     layers = [replace(layer, attention=replace(layer.attention, indexer=None)) for layer in model.layers]
-    model = MLADecoder(config, model.embed, layers, model.final_norm, model.lm_head)
-    return ModelRunner(model, kv_layout="fp8_ds_mla", num_pages=pages)
+    config = replace(model.config, indexer=None)
+    return MLADecoder(config, model.embed, layers, model.final_norm, model.lm_head)
 
 
 def fill_cache(runner: ModelRunner) -> None:
@@ -234,6 +228,12 @@ def chosen_experts(runner: ModelRunner, step: Callable[[], object]) -> float:
     return sum(counts) / len(counts)
 
 
+def attention_words(config: ModelConfig, context: int) -> str:
+    if config.indexer is None:
+        return "dense"
+    return "sparse" if context + 1 > config.indexer.topk else "dense, index keys stored"
+
+
 def measure_steps(
     runner: ModelRunner, batch: int, context: int, rate: float, device: str, repeats: int
 ) -> dict[str, object]:
@@ -262,30 +262,37 @@ def measure_steps(
     eager = timed(step, device, repeats)
     row: dict[str, object] = {
         "batch": batch, "context": context, "layers": len(model.layers),
-        "attention": "sparse" if config.indexer is not None and context + 1 > config.indexer.topk else "dense",
+        "attention": attention_words(config, context),
         "backend": runner.attention_backend, "step_ms": round(eager, 3),
-        "gpu_ms": round(gpu_time(step), 3) if device == "cuda" else "",
+        "graph_ms": round(graph_time(runner, step), 3) if device == "cuda" and config.indexer is None else "",
         "floor_ms": round(floor, 3), "ms_a_layer": round(eager / len(model.layers), 4),
-        "gpu_ms_a_layer": "", "floor_ms_a_layer": round(1e3 * stack / rate / len(model.layers), 4),
+        "graph_ms_a_layer": "", "floor_ms_a_layer": round(1e3 * stack / rate / len(model.layers), 4),
         "experts_read": round(experts, 1), "gb_a_step": round((stack + model.lm_head.nbytes) / 1e9, 3),
         "gb_s_of_copy": round(rate / 1e9),
     }  # fmt: skip
-    if device == "cuda":
-        row["gpu_ms_a_layer"] = round(float(row["gpu_ms"]) / len(model.layers), 4)  # type: ignore[arg-type]
+    if row["graph_ms"] != "":
+        row["graph_ms_a_layer"] = round(float(str(row["graph_ms"])) / len(model.layers), 4)
     for sequence in sequences:
         runner.free(sequence)
     print(row, flush=True)
     return row
 
 
-def gpu_time(step: Callable[[], object]) -> float:
-    """Milliseconds of one step's kernels, without the gaps between them."""
-    from torch.profiler import ProfilerActivity, profile
+def graph_time(runner: ModelRunner, step: Callable[[], object]) -> float:
+    """Milliseconds of one step's forward pass replayed as a CUDA graph, its attention planned once."""
+    decoder, kept = runner._decoder, []
 
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    class Keep:
+        def forward(self, batch: Any) -> torch.Tensor:
+            kept.append(batch)
+            return decoder.forward(batch)
+
+    runner._decoder = Keep()  # type: ignore[assignment]
+    try:
         step()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in trace.key_averages()) / 1e3
+    finally:
+        runner._decoder = decoder
+    return graphed(lambda: decoder.forward(kept[0]))
 
 
 def measure_experts(raw: dict[str, Any], batches: list[int], rate: float) -> list[dict[str, object]]:
@@ -371,10 +378,13 @@ def main() -> None:
     model = build(raw, layers, device, torch.float32 if args.tiny else torch.bfloat16)
     sync(device)
     made = time.perf_counter() - start
-    runner = serve(model, pages)
-    print(f"{layers} layers made in {made:.1f} s, runner up after {time.perf_counter() - start:.1f} s", flush=True)
-    fill_cache(runner)
-    rows = [measure_steps(runner, b, t, rate, device, 3 if args.tiny else 10) for b, t in shapes]
+    rows = []
+    models = [model] if model.config.indexer is None else [model, without_indexer(model)]
+    for variant in models:
+        runner = ModelRunner(variant, kv_layout="fp8_ds_mla", num_pages=pages)
+        print(f"{layers} layers made in {made:.1f} s, runner up after {time.perf_counter() - start:.1f} s", flush=True)
+        fill_cache(runner)
+        rows += [measure_steps(runner, b, t, rate, device, 3 if args.tiny else 10) for b, t in shapes]
     write(args.out / "glm5-stack.csv", rows, device)
 
 
