@@ -20,9 +20,9 @@ from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.engine.sampler import SamplingParams
 from uncast.engine.tokenizer import Tokenizer
-from uncast.models.parallel import Parallel
+from uncast.models.parallel import Parallel, form_group
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 6.0
 PROMPTS = [list(range(3, 40)), [7, 1, 5], list(range(60, 90))]
 
 
@@ -89,6 +89,10 @@ FAULTS = {"dies": die, "hangs": hang}
 
 def main() -> None:
     out, what, *folders = sys.argv[1:]
+    if what == "is absent" and os.environ["RANK"] == "1":
+        form_group("gloo", 1, 2, TIMEOUT_S)
+        Parallel(1, 2).from_first(torch.zeros(33, dtype=torch.int64))  # hears where rank 0 is, and never goes there
+        time.sleep(600)
     crew = join_crew(TIMEOUT_S)
     assert crew is not None
     found = []

@@ -124,6 +124,16 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(
         assert words.count("uncast: ") == (1 if sentence else 0)
 
 
+def test_rank_0_does_not_wait_for_ever_for_a_rank_that_is_absent(tmp_path: Path) -> None:
+    leader, absent = start(tmp_path / "out", "is absent", build_hf_once(tmp_path))
+    try:
+        said = leader.communicate(timeout=60)[1]
+    finally:
+        absent.kill()
+    absent.communicate()
+    assert leader.returncode == 1 and "1 of 2 processes have not reached rank 0" in said
+
+
 def build_hf_once(tmp_path: Path) -> Path:
     build_hf("minicpm3", tmp_path / "model")
     return tmp_path / "model"

@@ -13,10 +13,12 @@ from __future__ import annotations
 import os
 import queue
 import secrets
+import socket
 import sys
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import NoReturn
 
 import msgspec
@@ -66,16 +68,18 @@ class Crew:
 
     Attributes:
         parallel: the group, for the model.
-        say: prints a sentence before the process ends because of a peer.
     """
 
-    def __init__(self, parallel: Parallel, device: torch.device, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, parallel: Parallel, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         """Connects every follower to rank 0; all ranks have to call it at about the same time.
+
+        Args:
+            timeout_s: rank 0 waits no longer for the others to connect.
 
         Raises:
             ParallelError: a rank did not connect.
         """
-        self.parallel, self.say = parallel, say or _print
+        self.parallel, self.timeout_s = parallel, timeout_s
         parallel.on_failure = self.abandon
         self._peers: dict[int, Connection] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
@@ -125,33 +129,50 @@ class Crew:
                 try:
                     self._inbox.get(timeout=_CLOSE_S)
                 except queue.Empty:
-                    self.say("a process has not stopped in time")
+                    _print("a process has not stopped in time")
                     break
         else:
             self.tell(Stop())
 
     def abandon(self, sentence: str) -> NoReturn:
         """Ends this process at once: its peers cannot go on either."""
-        self.say(sentence)
+        _print(sentence)
         os._exit(1)
 
     def _listen(self, device: torch.device) -> None:
-        key = secrets.token_bytes(32)
-        with Listener((_HOST, 0), authkey=key, backlog=self.parallel.world) as listener:
-            port = int(listener.address[1])
-            _share(torch.tensor([port, *key], dtype=torch.int64, device=device), self.parallel)
+        key, deadline = secrets.token_bytes(32), time.monotonic() + self.timeout_s
+        with socket.create_server((_HOST, 0), backlog=self.parallel.world) as server:
+            address = torch.tensor([server.getsockname()[1], *key], dtype=torch.int64, device=device)
+            self.parallel.from_first(address)
             while len(self._peers) < self.parallel.world - 1:
-                peer = listener.accept()
-                self._peers[int.from_bytes(peer.recv_bytes(), "little")] = peer
+                server.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    sock, _ = server.accept()
+                except TimeoutError:
+                    missing = self.parallel.world - 1 - len(self._peers)
+                    raise ParallelError(
+                        f"{missing} of {self.parallel.world} processes have not reached rank 0"
+                    ) from None
+                sock.settimeout(None)
+                self._admit(Connection(sock.detach()), key)
+
+    def _admit(self, peer: Connection, key: bytes) -> None:
+        """Takes in a follower; a stranger, who does not know the key, is sent away."""
+        try:
+            deliver_challenge(peer, key)
+            answer_challenge(peer, key)
+            self._peers[int.from_bytes(peer.recv_bytes(), "little")] = peer
+        except (AuthenticationError, EOFError, OSError):
+            peer.close()
 
     def _connect(self, device: torch.device) -> None:
-        shared = torch.zeros(33, dtype=torch.int64, device=device)
-        _share(shared, self.parallel)
-        port, *key = shared.tolist()
+        address = torch.zeros(33, dtype=torch.int64, device=device)
+        self.parallel.from_first(address)
+        port, *key = address.tolist()
         try:
             leader = Client((_HOST, port), authkey=bytes(key))
             leader.send_bytes(self.parallel.rank.to_bytes(8, "little"))
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, AuthenticationError) as error:
             raise ParallelError(f"rank {self.parallel.rank} cannot reach rank 0 on this machine: {error}") from None
         self._peers[0] = leader
 
@@ -171,10 +192,6 @@ class Crew:
     def _ended(self, rank: int) -> str:
         here, world = self.parallel.rank, self.parallel.world
         return f"rank {here} of {world} ends, because rank {rank} has ended and none can go on alone"
-
-
-def _share(tensor: torch.Tensor, parallel: Parallel) -> None:
-    parallel.from_first(tensor)
 
 
 def _print(sentence: str) -> None:
@@ -203,7 +220,7 @@ def join_crew(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Crew | None:
         torch.cuda.set_device(number)
         device = torch.device("cuda", number)
     form_group("nccl" if device.type == "cuda" else "gloo", rank, world, timeout_s)
-    return Crew(Parallel(rank, world), device)
+    return Crew(Parallel(rank, world), device, timeout_s)
 
 
 def leave_crew(crew: Crew) -> None:
