@@ -2,7 +2,8 @@
 
 Keys are read block by block as they are stored. Scratch: for a tile of queries, their per-head scores of one block, at most
 `QUERY_ROWS` rows (heads x queries), and their scores over the whole context, at most `TILE_SCORES` or one query's. Any device
-will do; lengths come to the host, so a CUDA graph cannot capture it.
+will do; lengths come to the host, so a CUDA graph cannot capture it. On a GPU with Triton `kernels.index_select` does the work
+for the keys and queries it takes, and can be captured.
 
 Definition and ties: `uncast.attention.indexer_oracle`. A query's choice depends on the other queries of its request only
 through the rounding of a matrix product, and on no other request.
@@ -10,6 +11,7 @@ through the rounding of a matrix product, and on no other request.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from itertools import pairwise
 
@@ -44,6 +46,11 @@ def select_tokens(
     spec, device = problem.spec, q.device
     if spec.topk == 0:
         raise ProblemError("the plan is for dense attention, which selects no tokens: pass topk to plan()")
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from uncast.kernels import index_select
+
+        if index_select.refusal(layout, q.dtype) is None:
+            return index_select.select_tokens(q, weights, cache, problem, layout)
     starts, tables, lengths = problem.qo_indptr.tolist(), problem.kv_indptr.tolist(), problem.kv_len_arr.tolist()
     visible = visible_rows(starts, lengths, spec.causal)
     indices = torch.full((problem.total_q, spec.topk), -1, dtype=torch.int32, device=device)

@@ -69,8 +69,8 @@ def min_chunk(rows: int) -> int:
 def block_rows(rows: int, tiles: int) -> int:
     """Query rows (token x head) of one CTA for requests of up to `rows` rows: the N of the MMA.
 
-    `tiles`: upper bound of the batch's cache tiles. Few tiles leave multiprocessors idle, so narrower blocks share the rows out
-    (measured for 64 rows on an H200: 16 up to 4k tokens, 32 at 32k, 64 at 128k).
+    `tiles`: upper bound of the batch's cache tiles, each as often as a request has blocks of 64 rows. Few leave multiprocessors
+    idle, so narrower blocks share the rows out (measured for 64 rows on an H200: 16 up to 4k tokens, 32 at 32k, 64 at 128k).
     """
     widest = 16 if tiles <= 128 else 32 if tiles <= 1024 else 64
     return 16 if rows <= 16 else min(widest, 32 if rows <= 32 else 64)
@@ -93,8 +93,9 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
         ScheduleError: batch beyond the scheduler's bound.
     """
     spec = problem.spec
-    tiles = MANY_TILES if spec.batch_invariant else problem.batch_size * -(-problem.max_kv_len // TILE)
-    rows = block_rows(spec.num_heads * (1 if spec.batch_invariant else spec.max_q_len), tiles)
+    most = spec.num_heads * (1 if spec.batch_invariant else spec.max_q_len)
+    tiles = problem.batch_size * -(-problem.max_kv_len // TILE) * -(-most // 64)
+    rows = block_rows(most, MANY_TILES if spec.batch_invariant else tiles)
     splits = plan_splits(
         batch=problem.batch_size,
         total_q=problem.total_q,
