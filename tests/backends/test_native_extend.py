@@ -100,13 +100,13 @@ def test_scratch_does_not_grow_with_the_prefix() -> None:
     assert peaks[1] < peaks[0] + 2**20 and peaks[0] < 64 * 2**20, peaks
 
 
-def test_a_long_prefix_is_one_block_of_few_heads() -> None:
-    """GLM on 132 multiprocessors: 4 heads of 4,096 queries fill them, and 32,768 rows of 8 heads are 256 MiB."""
+def test_a_long_prefix_is_few_blocks_of_few_heads() -> None:
+    """GLM on 132 multiprocessors: 16 heads of 4,096 queries fill them thrice, and 16,384 rows of 16 heads are 256 MiB."""
     tiling = plan_tiling(4096, 36864, 64, 256, library="cudnn", num_sms=132)
-    assert tiling.heads == 8
-    assert tiling.causal_heads == 64
-    assert tiling.blocks == ((0, 32768),)
-    assert plan_tiling(4096, 36864, 64, 256, library="flashinfer", num_sms=132) == Tiling(4, 4, 36864, ())
+    assert tiling == Tiling(16, 64, 4096, ((0, 16384), (16384, 16384)))
+    tiling = plan_tiling(4096, 36864, 64, 256, library="flashinfer", num_sms=132)
+    assert tiling == Tiling(16, 16, 16384, ((0, 16384), (16384, 4096)))
+    assert plan_tiling(512, 8704, 16, 256, library="flashinfer", num_sms=132) == Tiling(16, 16, 8704, ())
 
 
 @pytest.mark.parametrize("library", libraries.LIBRARIES)
