@@ -24,6 +24,7 @@ from uncast.verify.probe import (
     MAX_TENSOR_ERROR,
     ProbeCase,
     ProbeInputs,
+    Rounding,
     make_case,
     run_case,
 )
@@ -115,7 +116,7 @@ def random_plan(rng: random.Random, device: str, backends: list[str]) -> str:
         sentence = str(refusal)
         assert len(sentence) > 15 and "\n" not in sentence, (backend, wrong, sentence)
         return type(refusal).__name__
-    expected, expected_lse = ProbeInputs((), case, case.cache).reference(plan.problem, plan.rounded_layout)
+    expected, expected_lse = ProbeInputs((), case, case.cache).reference(plan.problem, Rounding.of(plan))
     row_error, tensor_error = relative_errors(out, expected)
     live = expected_lse.isfinite()
     assert row_error <= MAX_ROW_ERROR and tensor_error <= MAX_TENSOR_ERROR, (

@@ -9,26 +9,35 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from uncast.attention import Backend, ClaimedCapabilityWarning, MLAPagedAttention, Problem, ProblemSpec, registry
+from uncast.attention import (
+    AttentionPlan,
+    Backend,
+    ClaimedCapabilityWarning,
+    MLAPagedAttention,
+    Problem,
+    ProblemSpec,
+    registry,
+)
 from uncast.attention.oracle import mla_oracle, relative_errors
 from uncast.attention.verified import mark_verified
-from uncast.latent.codec import decode_rows, encode_rows
+from uncast.latent.codec import Scale, decode_rows, encode_rows
 from uncast.latent.layouts import row_layout
 from uncast.verify.bands import BandedTensor
 from uncast.verify.cases import ProbeCase, make_case, plan_case, run_case, run_without_lse
 
 __all__ = [
     "LOSSY_LSE_ERROR", "LOSSY_ROW_ERROR", "LOSSY_TENSOR_ERROR", "MAX_LSE_ERROR", "MAX_ROW_ERROR", "MAX_TENSOR_ERROR",
-    "ProbeCase", "ProbeInputs", "ProbeResult", "make_case", "plan_case", "probe_combination", "run_case",
+    "ProbeCase", "ProbeInputs", "ProbeResult", "Rounding", "make_case", "plan_case", "probe_combination", "run_case",
 ]  # fmt: skip
 
 MAX_ROW_ERROR = 1e-2
 """Allowed relative error of one (token, head)."""
 MAX_TENSOR_ERROR = 2.5e-3
 """Allowed relative error of the whole output."""
-LOSSY_ROW_ERROR, LOSSY_TENSOR_ERROR = 0.5, 0.15
-"""The same for a backend that rounds queries to FP8 and says so (measured for FlashMLA's: 0.03 of the whole)."""
-MAX_LSE_ERROR, LOSSY_LSE_ERROR = 5e-3, 0.5
+LOSSY_ROW_ERROR, LOSSY_TENSOR_ERROR = 0.2, 0.05
+"""The same for a backend that rounds queries to FP8 and says so: 1.5 times what FlashMLA's showed on an H200 over 22 rows of
+the grid (0.13 of a row, 0.033 of the whole)."""
+MAX_LSE_ERROR, LOSSY_LSE_ERROR = 5e-3, 0.2
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,25 @@ class ProbeResult:
     """`tensor_error` against the values as stored, where that is against rounded ones."""
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What a plan's backend makes of the stored values before it attends to them.
+
+    Attributes:
+        layout: that they are rounded to.
+        scales: whether the scales are rounded to BF16 before, as in a kernel that multiplies codes with them in BF16.
+    """
+
+    layout: str
+    scales: bool
+
+    @classmethod
+    def of(cls, plan: AttentionPlan) -> Rounding | None:
+        """None for a backend that attends to the stored values."""
+        layout = plan.rounded_layout
+        return None if layout is None else cls(layout, plan.copy_layout is None)
+
+
 @dataclass
 class ProbeInputs:
     """The batch that probes of specs with the same shapes share, and the oracle's answers to it."""
@@ -50,7 +78,7 @@ class ProbeInputs:
     key: tuple[object, ...]
     case: ProbeCase
     pristine: torch.Tensor
-    references: dict[tuple[bool, str | None], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    references: dict[tuple[bool, Rounding | None], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: ProblemSpec, uniform_q_len: bool, before: ProbeInputs | None = None) -> ProbeInputs:
@@ -72,13 +100,13 @@ class ProbeInputs:
         case = make_case(spec, kv_lens, q_lens)
         return cls(key, case, case.cache.clone())
 
-    def reference(self, problem: Problem, rounded_layout: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The oracle's output and LSE (in the problem's base) over the cache or its values rounded to `rounded_layout`."""
+    def reference(self, problem: Problem, rounding: Rounding | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The oracle's output and LSE (in the problem's base) over the cache, or over its values as `rounding` leaves them."""
         spec = problem.spec
-        key = (spec.causal, rounded_layout)
+        key = (spec.causal, rounding)
         if key not in self.references:
             problem = replace(problem, spec=replace(spec, lse_base="e"))
-            self.references[key] = _reference(problem, self.case, rounded_layout)
+            self.references[key] = _reference(problem, self.case, rounding)
         out, lse = self.references[key]
         return out, lse if spec.lse_base == "e" else lse / math.log(2.0)
 
@@ -142,9 +170,10 @@ def probe_combination(
         warnings.simplefilter("ignore", ClaimedCapabilityWarning)
         problem = plan_case(attention, spec, case)
     tell("run")
+    plan = attention.last_plan
     with_lse = traits.capability(replace(problem.spec, return_lse=True)).ok
     first, second = (_Run.of(attention, case, with_lse) for _ in range(2))
-    expected, expected_lse = inputs.reference(problem, _rounded_layout(attention))
+    expected, expected_lse = inputs.reference(problem, None if plan is None else Rounding.of(plan))
     out = first.out.tensor
     row_error, tensor_error = relative_errors(out, expected)
     stored_error = relative_errors(out, inputs.reference(problem, None)[0])[1]
@@ -244,19 +273,20 @@ def _graph_fault(attention: MLAPagedAttention, case: ProbeCase, first: _Run) -> 
     return _overrun(captured) or ("" if captured.same_bits(first) else "gives different bits in a CUDA graph")
 
 
-def _rounded_layout(attention: MLAPagedAttention) -> str | None:
-    plan = attention.last_plan
-    return None if plan is None else plan.rounded_layout
-
-
-def _reference(problem: Problem, case: ProbeCase, rounded_layout: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(problem: Problem, case: ProbeCase, rounding: Rounding | None) -> tuple[torch.Tensor, torch.Tensor]:
     cache, scales, spec = case.cache, (case.ckv_scale, case.kpe_scale), problem.spec
-    if rounded_layout is not None:
-        copy = row_layout(rounded_layout, spec.head_dim_ckv, spec.head_dim_kpe)
+    if rounding is not None:
+        copy = row_layout(rounding.layout, spec.head_dim_ckv, spec.head_dim_kpe)
+        if rounding.scales:
+            scales = (_to_bf16(scales[0]), _to_bf16(scales[1]))
         rows = cache.view(-1, spec.layout.row_bytes)
         values = decode_rows(rows, spec.layout, ckv_scale=scales[0], kpe_scale=scales[1])
         cache = encode_rows(*values, copy).view(cache.shape[0], spec.page_size, copy.row_bytes)
-        problem, scales = replace(problem, spec=replace(spec, kv_layout=rounded_layout)), (None, None)
+        problem, scales = replace(problem, spec=replace(spec, kv_layout=rounding.layout)), (None, None)
     return mla_oracle(
         problem, case.q_nope, case.q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1], indices=case.indices
     )
+
+
+def _to_bf16(scale: Scale) -> Scale:
+    return None if scale is None else float(torch.as_tensor(scale).to(torch.bfloat16))
