@@ -144,7 +144,7 @@ def test_bytes_are_those_of_the_selection() -> None:
     assert plan.bytes_read == (10 + 24 + 3 * 24) * 656
 
 
-@pytest.mark.parametrize("name", ["native", "flashmla", "flashinfer_fa2", "flashinfer_fa3"])
+@pytest.mark.parametrize("name", ["flashmla", "flashinfer_fa2", "flashinfer_fa3"])
 def test_dense_backends_refuse_in_one_sentence(name: str) -> None:
     """Asked of the class: the libraries need not be installed."""
     spec = replace(BASE, device="cuda", arch=90, q_data_type=torch.bfloat16, kv_layout="bf16", page_size=64)
@@ -153,11 +153,7 @@ def test_dense_backends_refuse_in_one_sentence(name: str) -> None:
     except registry.UnknownBackend:
         pytest.skip(f"{name}'s library is not installed")
     for topk, ok in ((0, True), (2048, False)):
-        capability = (
-            found.capability(replace(spec, topk=topk))
-            if name != "native"
-            else found().capability(replace(spec, topk=topk))
-        )
+        capability = found.capability(replace(spec, topk=topk))
         assert capability.ok == ok, capability.reason
     assert "topk is 2048" in capability.reason
 
