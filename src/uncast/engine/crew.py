@@ -28,7 +28,7 @@ import torch.distributed as dist
 from uncast.models.parallel import Parallel, ParallelError, form_group
 
 COLLECTIVE_TIMEOUT_S = 120.0
-_CLOSE_S = 10.0
+_CLOSE_S, _NOTICE_S = 10.0, 1.0
 _HOST = "127.0.0.1"
 
 
@@ -80,11 +80,11 @@ class Crew:
             ParallelError: a rank did not connect.
         """
         self.parallel, self.timeout_s = parallel, timeout_s
-        parallel.on_failure = self.abandon
+        parallel.on_failure = self._collective_failed
         self._peers: dict[int, Connection] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._send_lock = threading.Lock()
+        self._send_lock, self._last_words = threading.Lock(), threading.Lock()
         if self.leads:
             self._listen(device)
         else:
@@ -136,8 +136,14 @@ class Crew:
 
     def abandon(self, sentence: str) -> NoReturn:
         """Ends this process at once: its peers cannot go on either."""
-        _print(sentence)
-        os._exit(1)
+        with self._last_words:
+            _print(sentence)
+            os._exit(1)
+
+    def _collective_failed(self, sentence: str) -> NoReturn:
+        """Leaves the last word to `_watch`, which knows who has died, if anyone has."""
+        time.sleep(_NOTICE_S)
+        self.abandon(sentence)
 
     def _listen(self, device: torch.device) -> None:
         key, deadline = secrets.token_bytes(32), time.monotonic() + self.timeout_s
