@@ -319,6 +319,8 @@ def test_long_prefill_goes_unabsorbed_and_captured_or_short_prefixes_do_not() ->
     assert asked(Mode.TARGET_VERIFY, [200]) == "mla"
     attn.disable_chunked_prefix_cache = True
     assert asked(Mode.EXTEND, [200]) == "mla"
+    attn.disable_chunked_prefix_cache = False
+    assert make_handler(module, dense=True, prefix=False)(attn, batch(server, Mode.EXTEND, [200], [1])) == "mla"
     assert make_handler(module, dense=False)(attn, batch(server, Mode.EXTEND, [0], [4])) == "mla"
     module.captured = True
     assert asked(Mode.EXTEND, [0]) == "mla"

@@ -25,15 +25,18 @@ def open_gates(runner: Any) -> None:
         utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
     config = runner.model_config
     qk = config.qk_nope_head_dim + config.qk_rope_head_dim
-    dense = supports(torch.device(runner.device), qk, config.v_head_dim, runner.dtype)
-    attention_backend_handler.AttentionBackendRegistry.register(NAME, make_handler(attention_backend_handler, dense))
+    device = torch.device(runner.device)
+    dense = supports(device, qk, config.v_head_dim, runner.dtype)
+    handler = make_handler(attention_backend_handler, dense, prefix=device.type == "cuda")
+    attention_backend_handler.AttentionBackendRegistry.register(NAME, handler)
 
 
-def make_handler(module: Any, dense: bool) -> Any:
+def make_handler(module: Any, dense: bool, prefix: bool = True) -> Any:
     """The choice between SGLang's un-absorbed, chunked prefill and absorbed attention.
 
     Args:
         module: SGLang's `attention_backend_handler`. dense: whether `ragged_attention` takes the model's heads.
+        prefix: whether SGLang reads a prefix through the pool's method, which knows the scale (elsewhere it reads raw rows).
     """
 
     def handle(attn: Any, forward_batch: Any) -> Any:
@@ -44,9 +47,9 @@ def make_handler(module: Any, dense: bool) -> Any:
             return method.MLA
         if not forward_batch.forward_mode.is_extend_without_speculative():
             return method.MLA
-        prefix = sum(forward_batch.extend_prefix_lens_cpu or ())
-        long = prefix >= attn.chunked_prefix_cache_threshold and not attn.disable_chunked_prefix_cache
-        return method.MHA_CHUNKED_KV if prefix == 0 or long else method.MLA
+        cached = sum(forward_batch.extend_prefix_lens_cpu or ())
+        long = cached >= attn.chunked_prefix_cache_threshold and not attn.disable_chunked_prefix_cache
+        return method.MHA_CHUNKED_KV if cached == 0 or (long and prefix) else method.MLA
 
     return handle
 
