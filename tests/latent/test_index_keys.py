@@ -45,6 +45,19 @@ def test_scales_are_powers_of_two_that_no_channel_overflows() -> None:
     assert bool(load_keys(cache, torch.tensor([0]), 1, layout).isnan().all())
 
 
+@pytest.mark.parametrize("name", ["fp8", "bf16", "fp32"])
+def test_negative_slots_are_skipped(name: str) -> None:
+    layout, keys = index_layout(name), torch.randn(5, 128, generator=torch.Generator().manual_seed(3))
+    cache = torch.randint(0, 120, (3, 4, layout.row_bytes), dtype=torch.uint8)
+    expected = cache.clone()
+    store_keys(cache, keys, torch.full((5,), -1), layout)
+    store_keys(cache, keys[:0], torch.zeros(0).long(), layout)
+    assert torch.equal(cache, expected)
+    store_keys(expected, keys[[1, 4]], torch.tensor([0, 9]), layout)
+    store_keys(cache, keys, torch.tensor([-1, 0, -7, -1, 9], dtype=torch.int32), layout)
+    assert torch.equal(cache, expected)
+
+
 @pytest.mark.parametrize(("name", "width"), [("fp8", 128), ("fp8", 256), ("bf16", 128), ("fp32", 96)])
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 def test_what_is_stored_is_read_back(name: str, width: int, page_size: int) -> None:

@@ -108,18 +108,29 @@ def store_keys(cache: torch.Tensor, keys: torch.Tensor, slot_mapping: torch.Tens
             f"keys are {list(keys.shape)} for a cache of {cache.shape[-1]} bytes a key: {slot_mapping.shape[0]} slots of "
             f"index layout {layout.name} need [{slot_mapping.shape[0]}, {layout.head_dim}] and {layout.row_bytes} bytes"
         )
-    keep = slot_mapping >= 0
-    if not bool(keep.all()):
-        keys, slot_mapping = keys[keep], slot_mapping[keep]
-    page_size, slots = cache.shape[1], slot_mapping.long()
+    if slot_mapping.shape[0] == 0:
+        return
+    keys, slots, written = _without_skipped(keys, slot_mapping.long())
+    page, offset = slots // cache.shape[1], slots % cache.shape[1]
     codes, scales = pages_view(cache, layout)
-    page, offset = slots // page_size, slots % page_size
     if not layout.num_tiles:
-        codes[page, offset] = keys.to(_DTYPES[layout.name]).contiguous().view(torch.uint8)
+        code = keys.to(_DTYPES[layout.name]).contiguous().view(torch.uint8)
+        codes[page, offset] = torch.where(written, code, codes[0, 0])
         return
     scale = key_scales(keys)
-    codes[page, offset] = e4m3.encode(keys.to(torch.float32) / scale.repeat_interleave(INDEX_TILE, -1))
-    scales[page, offset] = scale
+    code = e4m3.encode(keys.to(torch.float32) / scale.repeat_interleave(INDEX_TILE, -1))
+    codes[page, offset] = torch.where(written, code, codes[0, 0])
+    scales[page, offset] = torch.where(written, scale, scales[0, 0])
+
+
+def _without_skipped(keys: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and slots of the same number without a negative slot: a skipped row becomes a second copy of the first one that is
+    not. The third is false where all are skipped; slots are 0 then, and what is there has to stay. No value comes to the host,
+    so a CUDA graph can capture it.
+    """
+    keep = slots >= 0
+    rows = torch.where(keep, torch.arange(slots.shape[0], device=slots.device), keep.to(torch.uint8).argmax())
+    return keys[rows], slots[rows].clamp_min(0), keep.any()
 
 
 def pages_view(cache: torch.Tensor, layout: IndexLayout) -> tuple[torch.Tensor, torch.Tensor]:
