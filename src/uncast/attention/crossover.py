@@ -48,8 +48,8 @@ CROSSOVERS = {"cpu": Crossover(1.15, 0.0), "cuda": Crossover(1.25, 6e10)}
 """CPU: smaller matrix products may cost what is saved. CUDA: measured on an H200 with GLM's widths and 32k rows (fp8_e4m3), by
 cuDNN and FlashInfer. 64 heads: 512 queries take 4.3 ms absorbed and 5.3 to 5.5 un-absorbed, ratio of operations 1.13; 1,024
 take 8.8 and 6.7 to 6.9, ratio 1.49. 16 heads: 768 take 2.5 and 2.6, 1,024 take 3.4 and 2.1 to 3.0. The up-projection runs at
-half the rate of attention, hence more than 1; 6e10 multiply-adds are 0.2 ms, the launches. It turns at 704 queries with 64 heads
-and at 896 with 16."""
+half the rate of attention, hence more than 1; 6e10 multiply-adds are 0.2 ms, the launches. It turns at 704 queries with 64
+heads and at 896 with 16."""
 
 
 def operations(dims: HeadDims, q_len: int, kv_len: int) -> tuple[int, int]:
