@@ -85,6 +85,7 @@ def test_the_text_says_what_ran_what_is_refused_and_what_a_gpu_would_add(capsys:
     assert code == 0 and err == ""
     assert "2 verified, 0 failed, 0 skipped\n" in out
     assert "refused: native for fp8_e4m3: the native kernels run on cuda, not on cpu\n" in out
+    assert "fp8_e5m2" not in out  # another layout was asked for
     assert "There is no GPU here. On one, the probe would also run:\n" in out
     for backend, layouts in (
         ("native", "fp8_ds_mla, fp8_e4m3, bf16"),
@@ -94,6 +95,13 @@ def test_the_text_says_what_ran_what_is_refused_and_what_a_gpu_would_add(capsys:
     ):
         assert f"  {backend}: {layouts} (" in out
     assert "2 verified, 0 failed, 0 skipped; 2 of them from " in run(capsys, *ONE)[1]
+
+
+@no_gpu
+def test_layouts_that_no_backend_reads_are_among_the_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--backend", "native", "--quick", "--json")
+    (entry,) = (entry for entry in json.loads(out)["refused"] if entry["backend"] == "all")
+    assert entry["layouts"] == ["fp8_e5m2"] and "no kernel reads e5m2 rows" in entry["reason"]
 
 
 def test_a_failing_row_is_shown_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,9 @@ AUTO_ORDER = {
     "cpu": ("torch_cpu",),
 }
 """What `auto` may take on each device, fastest first as far as is known before a probe. None of them casts the cache or rounds
-queries. `flashinfer_trtllm_gen` claims sm_10x only, where it is tuned for the chip and `native` is portable code; on Hopper
-`native` is ahead of the peers in most shapes of `benchmarks/results/attention-h200.csv`."""
+queries. `flashinfer_trtllm_gen` claims sm_10x only, where it is tuned for the chip and `native` is portable code. On an H200
+`native` is the only one that reads FP8 unrounded; over BF16 caches `flashinfer_fa3` and `flashmla` are faster
+(`benchmarks/results/probe-h200.json`), so that a probe with them installed makes `auto` take them there."""
 
 
 class UnknownBackend(ValueError):

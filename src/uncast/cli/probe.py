@@ -16,7 +16,7 @@ from uncast.attention.verified import cache_path
 from uncast.cli.main import UsageError
 from uncast.cli.probe_tables import claims_lines, failures_table, progress, rows_table
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
-from uncast.verify.probe_claims import claims, would_probe
+from uncast.verify.probe_claims import claims, refused_layouts, would_probe
 from uncast.verify.probe_grid import DTYPES, MODES, Filters
 from uncast.verify.probe_run import MAX_JOBS, Report, device_here, run_probe
 
@@ -82,6 +82,8 @@ def run(argv: Sequence[str]) -> int:
                 filters, device=device, arch=arch, seconds=seconds, fresh=args.fresh, jobs=args.jobs, on_row=on_row
             )
         )
+    for row in refused_layouts(filters):
+        report.refusals["all", row["kv_layout"], row["reason"]] = 0
     for note in report.notes:
         print(f"uncast: {note}", file=sys.stderr)
     later = would_probe() if device == "cpu" else []

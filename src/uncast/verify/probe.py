@@ -37,7 +37,8 @@ MAX_TENSOR_ERROR = 2.5e-3
 LOSSY_ROW_ERROR, LOSSY_TENSOR_ERROR = 0.2, 0.05
 """The same for a backend that rounds queries to FP8 and says so: 1.5 times what FlashMLA's showed on an H200 over 22 rows of
 the grid (0.13 of a row, 0.033 of the whole)."""
-MAX_LSE_ERROR, LOSSY_LSE_ERROR = 5e-3, 0.2
+MAX_LSE_ERROR, LOSSY_LSE_ERROR = 5e-3, 0.4
+"""Allowed difference of the LSE. Lossy: 1.5 times what rounding the queries alone makes in float64 over that grid (0.27)."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,12 @@ def claims(filters: Filters) -> list[dict[str, Any]]:
         for kv_layout in layouts(filters)
         if kv_layout not in REFUSED_LAYOUTS
     ]
-    return rows + [_refused_layout(name) for name in REFUSED_LAYOUTS if name in (filters.layouts or REFUSED_LAYOUTS)]
+    return rows + refused_layouts(filters)
+
+
+def refused_layouts(filters: Filters) -> list[dict[str, Any]]:
+    """Rows of layouts that every backend refuses."""
+    return [_refused_layout(name) for name in REFUSED_LAYOUTS if name in (filters.layouts or REFUSED_LAYOUTS)]
 
 
 def would_probe() -> list[dict[str, Any]]:
