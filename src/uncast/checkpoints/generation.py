@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from uncast.checkpoints.files import CheckpointError, read_json_if_there
+from uncast.checkpoints.gguf_file import companion_folder
 from uncast.models.fields import Fields
 
 FILE = "generation_config.json"
@@ -28,12 +29,13 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path, vocab_size: int) -> GenerationConfig:
-    """The file of a folder; all defaults if there is none.
+    """The file of a folder, or beside a GGUF file; all defaults if there is none.
 
     Raises:
         CheckpointError: it is not a JSON object, or a value is of the wrong type or out of range.
     """
-    fields = Fields(read_json_if_there(folder / FILE), str(folder / FILE), CheckpointError)
+    path = companion_folder(folder) / FILE
+    fields = Fields(read_json_if_there(path), str(path), CheckpointError)
     ids = fields.integers("eos_token_id", low=0, high=vocab_size - 1)
     if not fields.boolean("do_sample", False):
         return GenerationConfig(stop_token_ids=ids)

@@ -1,15 +1,19 @@
-"""A Hugging Face folder to an `MLADecoder`, layer by layer."""
+"""A Hugging Face folder or a GGUF file to an `MLADecoder`, layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from uncast.checkpoints.files import CheckpointError, read_json
 from uncast.checkpoints.generation import read_generation_config
+from uncast.checkpoints.gguf_config import hf_config
+from uncast.checkpoints.gguf_file import GgufFile, gguf_path
+from uncast.checkpoints.gguf_source import GgufSource
 from uncast.checkpoints.shard import shard_layer
 from uncast.checkpoints.source import SafetensorsSource
 from uncast.models.config import ConfigError, ModelConfig
@@ -21,24 +25,48 @@ from uncast.quant.packed import DEFAULT_CACHE_BYTES, DequantCache, Packed, Weigh
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all)."""
+Source = SafetensorsSource | GgufSource
 Note = Callable[[str], None]
 """Called with a sentence about the checkpoint that is no error."""
 
 
 def load_config(folder: Path, *, latent_norm_eps: float | None = None) -> ModelConfig:
-    """The model configuration of a folder; its end tokens are those of config.json and of generation_config.json.
+    """The model configuration of a folder or a GGUF file; its end tokens are those of config.json (or of the metadata) and of
+    generation_config.json.
 
     Raises:
         CheckpointError: in one sentence that names the folder.
     """
-    if not folder.is_dir():
+    gguf = gguf_path(folder)
+    if gguf is None and not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a model in it")
+    raw = read_json(folder / "config.json") if gguf is None else hf_config(GgufFile(gguf))
+    return _config(folder, raw, latent_norm_eps)
+
+
+def _config(folder: Path, raw: Mapping[str, Any], latent_norm_eps: float | None) -> ModelConfig:
     try:
-        config = ModelConfig.from_hf(read_json(folder / "config.json"), latent_norm_eps=latent_norm_eps)
+        config = ModelConfig.from_hf(raw, latent_norm_eps=latent_norm_eps)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     more = read_generation_config(folder, config.vocab_size).stop_token_ids
     return replace(config, stop_token_ids=tuple(dict.fromkeys((*config.stop_token_ids, *more))))
+
+
+def open_source(folder: Path) -> tuple[Mapping[str, Any], Source]:
+    """The fields of config.json, or of a GGUF file's metadata, and the tensors.
+
+    Raises:
+        CheckpointError: in one sentence that names the file.
+    """
+    gguf = gguf_path(folder)
+    if gguf is not None:
+        source = GgufSource(gguf)
+        return hf_config(source.file), source
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder with a model in it")
+    raw = read_json(folder / "config.json")
+    return raw, SafetensorsSource(folder, raw)
 
 
 def load_model(
@@ -53,7 +81,7 @@ def load_model(
     cache_bytes: int = DEFAULT_CACHE_BYTES,
     parallel: Parallel | None = None,
 ) -> MLADecoder:
-    """Loads a checkpoint folder (`config.json` and safetensors), layer by layer.
+    """Loads a checkpoint, layer by layer: a folder with `config.json` and safetensors, or a GGUF file.
 
     Args:
         dtype: of the weights in memory that are not packed, and of the activations.
@@ -65,8 +93,8 @@ def load_model(
     Raises:
         CheckpointError: in one sentence that names the file or tensor.
     """
-    config = load_config(folder, latent_norm_eps=latent_norm_eps)
-    source = SafetensorsSource(folder, read_json(folder / "config.json"))
+    raw, source = open_source(folder)
+    config = _config(folder, raw, latent_norm_eps)
     loader = LayerLoader(config, source, dtype, torch.device(device), keep_packed, cache_bytes, parallel)
     embed = loader.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = []
@@ -105,7 +133,7 @@ class LayerLoader:
     def __init__(
         self,
         config: ModelConfig,
-        source: SafetensorsSource,
+        source: Source,
         dtype: torch.dtype,
         device: torch.device,
         keep_packed: bool,

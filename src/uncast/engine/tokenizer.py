@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
 from uncast.checkpoints.files import CheckpointError, read_json_if_there, read_text
+from uncast.checkpoints.gguf_file import companion_folder
 from uncast.engine.request import check_text
 from uncast.engine.template import TemplateError, render
 
@@ -30,6 +31,7 @@ class Tokenizer:
         Raises:
             CheckpointError: tokenizer.json is missing or cannot be read, or does not belong to the model.
         """
+        folder = companion_folder(folder)
         path = folder / "tokenizer.json"
         if not os.path.lexists(path):
             raise CheckpointError(f"{folder} has no tokenizer.json")
