@@ -26,7 +26,7 @@ from tests.integrations.vllm_scene import (
 )
 from uncast.integrations import _common
 from uncast.integrations._common import EngineRefusal
-from uncast.integrations.vllm import serving
+from uncast.integrations.vllm import serving, step
 from uncast.latent.codec import NAN, SATURATED, encode_rows
 from uncast.latent.layouts import row_layout
 
@@ -168,6 +168,35 @@ def test_layers_share_a_plan(scene: MakeScene) -> None:
         q = s.queries(2, heads)
         close(s.forward(q, metadata)[0], s.oracle(q, [1, 1])[0])
     assert len(metadata.decode.step._plans) == 2
+
+
+def test_a_captured_plan_is_used_in_its_graph_only(scene: MakeScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its constants exist only while the graph replays, and a warm-up's scratch only until its metadata goes."""
+    s = scene()
+    s.fill([90, 12], width=2)
+    metadata = s.batch([1, 1])
+    plans = []
+    for capturing in (False, True, False, True):
+        monkeypatch.setattr(step, "is_capturing", lambda device, answer=capturing: answer)
+        q = s.queries(2)
+        close(s.forward(q, metadata)[0], s.oracle(q, [1, 1])[0])
+        plans.append(set(metadata.decode.step._plans.values()))
+    assert [len(p) for p in plans] == [1, 2, 2, 2]
+
+
+def test_draft_steps_lengthen_requests_in_place(scene: MakeScene) -> None:
+    """vLLM need not build metadata between draft steps: a request may grow past the length it was planned for."""
+    s = scene()
+    assert s.builder.supports_draft_decode_metadata_update
+    s.fill([140, 70], width=3)
+    s.kv_lens = [126, 60]
+    metadata = s.batch([1, 1])
+    for grown in range(5):
+        s.kv_lens = [126 + grown, 60 + grown]
+        metadata.decode.seq_lens.copy_(torch.tensor(s.kv_lens))
+        s.builder.update_draft_decode_metadata(metadata)
+        q = s.queries(2)
+        close(s.forward(q, metadata)[0], s.oracle(q, [1, 1])[0])
 
 
 def test_scale_is_read_at_each_call(scene: MakeScene) -> None:

@@ -32,7 +32,7 @@ from uncast.integrations.vllm.serving import (
     runs_in_graphs,
     serving,
 )
-from uncast.integrations.vllm.step import DecodeStep, LayerShape
+from uncast.integrations.vllm.step import DecodeStep, LayerShape, is_capturing
 
 try:
     import vllm.envs as envs
@@ -97,7 +97,7 @@ class UncastMLABuilder(MLACommonMetadataBuilder):
         return cls._cudagraph_support if runs_in_graphs(spec) else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
-        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not is_capturing(self.device):
             write_counters(self.device).step()
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 

@@ -5,9 +5,10 @@
                     (seq_lens 0) own rows too, and those become 0
     ragged batch    qo_indptr = query_start_loc; never under a full CUDA graph (the builder claims UNIFORM_BATCH)
 
-Under graph capture the plan is made inside the capture: its scratch belongs to the graph's memory pool and lives as long as the
-graph, and its constants are written again at every replay. A replay reads `seq_lens` and `block_table`, which vLLM refills in
-place; it never comes back to Python.
+Under graph capture a plan is made inside the capture: its scratch belongs to the graph's memory pool and lives as long as the
+graph, and its constants are written again at every replay. So a plan made outside (a warm-up's) is never captured, and a
+captured one never used outside. A replay reads `seq_lens` and `block_table`, which vLLM refills in place; it never comes back
+to Python.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 
 from uncast.attention import MLAPagedAttention, ProblemSpec
 from uncast.integrations.vllm.serving import device_arch, serving
+
+DRAFT_ROWS = 64
+"""Rows by which a request may grow while its metadata serves: vLLM's draft steps lengthen `seq_lens` in place."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class DecodeStep:
         query_start_loc: int32 [num_decodes + 1] on the device.
         num_tokens: query rows of all requests, padding included.
         max_query_len: an upper bound of one request's query rows.
-        max_seq_len: an upper bound of `seq_lens`.
+        max_seq_len: an upper bound of `seq_lens` at the first call; later ones may exceed it by `DRAFT_ROWS`.
     """
 
     block_table: torch.Tensor
@@ -52,7 +56,7 @@ class DecodeStep:
     max_query_len: int
     max_seq_len: int
     batch_invariant: bool = False
-    _plans: dict[LayerShape, MLAPagedAttention] = field(default_factory=dict, repr=False)
+    _plans: dict[tuple[LayerShape, bool], MLAPagedAttention] = field(default_factory=dict, repr=False)
 
     @property
     def uniform_query_len(self) -> int | None:
@@ -71,9 +75,10 @@ class DecodeStep:
         Raises:
             UnservedError: no backend can run it. ProblemError: metadata that does not fit.
         """
-        found = self._plans.get(shape)
+        key = shape, is_capturing(self.seq_lens.device)
+        found = self._plans.get(key)
         if found is None:
-            found = self._plans[shape] = self._plan(shape)
+            found = self._plans[key] = self._plan(shape)
         return found
 
     def _plan(self, shape: LayerShape) -> MLAPagedAttention:
@@ -85,11 +90,12 @@ class DecodeStep:
             ends = (self.seq_lens.shape[0] + 1) * query_len
             qo_indptr = torch.arange(0, ends, query_len, dtype=torch.int32, device=device)
         spec = self._spec(shape, device)
+        longest = min(self.block_table.shape[1] * shape.page_size, self.max_seq_len + DRAFT_ROWS)
         attention = MLAPagedAttention(serving(replace(spec, max_q_len=query_len)))
         attention.plan(
             qo_indptr, block_tables=self.block_table, seq_lens=self.seq_lens, num_heads=spec.num_heads,
             head_dim_ckv=spec.head_dim_ckv, head_dim_kpe=spec.head_dim_kpe, page_size=spec.page_size, sm_scale=spec.sm_scale,
-            q_data_type=spec.q_data_type, kv_layout=spec.kv_layout, max_q_len=query_len, max_kv_len=self.max_seq_len,
+            q_data_type=spec.q_data_type, kv_layout=spec.kv_layout, max_q_len=query_len, max_kv_len=longest,
             total_q=self.num_tokens, return_lse=spec.return_lse, lse_base=spec.lse_base, batch_invariant=spec.batch_invariant,
         )  # fmt: skip
         return attention
@@ -101,3 +107,8 @@ class DecodeStep:
             page_size=shape.page_size, kv_layout=shape.kv_layout, sm_scale=shape.sm_scale, device=device.type, arch=arch,
             return_lse=shape.return_lse, lse_base="e", batch_invariant=self.batch_invariant,
         )  # fmt: skip
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on `device` is being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
