@@ -244,6 +244,7 @@ def test_claims_run_nothing_and_tell_what_is_installed(
         "\nflashmla (sgl-flash-mla: " in out
         and "\n  bf16: sm_90 with bf16 queries\n      heads 1-128; pages 64; " in out
     )
+    assert out.count("reads values rounded to bf16\n") == 2  # flashinfer_fa2 and _fa3, over fp8_e4m3 only
     assert "\n  refused: fp8_e5m2 (KV cache layout 'fp8_e5m2' is refused: no kernel reads e5m2 rows" in out
     assert out.endswith("gather_cast:NAME and pool_cast:NAME: FP8 layouts, as a BF16 copy, wherever NAME claims bf16\n")
 

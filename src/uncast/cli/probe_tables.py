@@ -88,7 +88,6 @@ def _block_title(name: str, row: dict[str, Any]) -> str:
     if name == "all":
         return "all backends"
     notes = [f"{row['package']}: {row['installed']}"] if row["package"] else []
-    notes += [f"reads {row['reads']}"] if row["reads"] not in ("", "as stored") else []
     notes += ["rounds queries to FP8"] if row["lossy_q"] else []
     notes += ["one q_len a batch"] if row["uniform_q_len"] else []
     notes += ["can be captured in a CUDA graph"] if row["cuda_graph"] else []
@@ -105,6 +104,7 @@ def _claimed(row: dict[str, Any]) -> list[str]:
     facts = [f"heads {heads}", f"pages {_powers(row['page_sizes'])}", f"head dims {', '.join(row['head_dims'])}", lse]
     facts += [] if row["extend"] or row["causal"] else ["one query a request"]
     facts += ["sparse, too"] if row["sparse"] else []
+    facts += [f"reads {row['reads']}"] if row["reads"] != "as stored" else []
     facts += ["batch_invariant"] if row["batch_invariant"] else []
     return [f"  {row['kv_layout']}: {chips}", f"      {'; '.join(facts)}"]
 
