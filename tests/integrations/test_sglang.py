@@ -267,6 +267,18 @@ def test_what_cannot_be_served_is_refused_at_start_in_one_sentence(change: dict[
         make(Server(64, **change))
 
 
+def test_a_scale_and_another_reader_of_the_pool_do_not_go_together() -> None:
+    server = Server(64)
+    layer = layer_of(server)
+    server.runner.model = SimpleNamespace(modules=lambda: [layer])
+    with pytest.raises(EngineRefusal, match=r"k_scale \(layer 1\) and fa3 would read"):
+        make(server, others={"fa3"})
+    layer.k_scale, layer.k_scale_float = torch.tensor(1.0), 1.0
+    assert make(server, others={"fa3"}).writer is not None
+    layer.k_scale, layer.k_scale_float = torch.tensor(SCALE), SCALE
+    assert make(server, others=set()).writer is not None
+
+
 def test_sparse_pools_and_unknown_arguments_are_refused() -> None:
     server = Server(64)
     server.pool.use_dsa = True

@@ -68,11 +68,15 @@ def test_the_draft_hook_passes_on_what_the_factory_is_given() -> None:
 
 def test_an_error_of_the_plugin_is_kept_and_the_factory_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_common, "_states", {})
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ImportError):
+
+    def broken() -> None:
+        raise ModuleNotFoundError("No module named 'sglang.srt.gone'")
+
+    monkeypatch.setattr(sglang, "_register", broken)
+    with pytest.raises(ModuleNotFoundError):
         sglang.register()
     state = _common.plugin_state("sglang")
-    assert not state.live and "sglang" in state.error
+    assert not state.live and "sglang.srt.gone" in state.error
     monkeypatch.setitem(sys.modules, "uncast.integrations.sglang.backend", _Anything())
     with pytest.raises(EngineRefusal, match="not live: ModuleNotFoundError"):
         sglang.create_backend(object())

@@ -62,6 +62,7 @@ FILES: dict[str, dict[str, dict[str, str]]] = {
             "ForwardMode.is_extend_without_speculative": "self",
             "build_inner_fb_view": "forward_batch, *, bs, forward_mode, encoder_lens=",
         },
+        "srt/runtime_context.py": {"attention_backends": "", "get_parallel": ""},
         "srt/models/deepseek_common/utils.py": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": "="},
         "srt/models/deepseek_common/attention_backend_handler.py": {
             "AttentionBackendRegistry.register": "cls, backend_name, handler_func"

@@ -14,7 +14,7 @@ import torch
 from uncast.attention import ProblemSpec
 from uncast.integrations._common import EngineRefusal, kv_layout, serving_backend, warn_once
 from uncast.integrations.sglang.metadata import MetadataBuilder, Shape, StepMetadata
-from uncast.integrations.sglang.pool import PoolWriter, absorbed_layers, install_writer
+from uncast.integrations.sglang.pool import PoolWriter, absorbed_layers, install_writer, layer_scale
 from uncast.integrations.sglang.ragged import ragged_attention
 
 FAST_PAGE_SIZE = 64
@@ -66,8 +66,24 @@ def choose_shape(runner: Any, num_heads: int) -> Shape:
     return Shape(name, layout, page_size, rank, rope, runner.dtype)
 
 
+def check_company(others: set[str], layers: dict[int, Any]) -> None:
+    """Raises `EngineRefusal` where another backend reads the FP8 rows written here and a scale tells the two apart: SGLang's
+    own do not agree on whether `k_scale` applies."""
+    scaled = [i for i, layer in layers.items() if layer_scale(layer, torch.device("meta")) not in (None, 1.0)]
+    if others and scaled:
+        raise EngineRefusal(
+            f"this checkpoint has a k_scale (layer {scaled[0]}) and {', '.join(sorted(others))} would read the rows, too: "
+            "start with --attention-backend uncast alone"
+        )
+
+
 class MLAForward:
     """Metadata and forward paths of one runner.
+
+    Args:
+        num_heads: query heads on this rank.
+        draft_step: which step of a multi-step draft this is, None for none.
+        others: other backends that read this runner's pool.
 
     Attributes:
         forward_metadata: of the current batch. token_to_kv_pool, req_to_token_pool, kv_index_translator: the runner's.
@@ -76,7 +92,9 @@ class MLAForward:
 
     forward_metadata: StepMetadata | None
 
-    def __init__(self, runner: Any, *, num_heads: int, draft_step: int | None = None) -> None:
+    def __init__(
+        self, runner: Any, *, num_heads: int, draft_step: int | None = None, others: set[str] | None = None
+    ) -> None:
         args = runner.server_args
         check_speculation(args.speculative_algorithm, args.speculative_eagle_topk)
         self.shape = choose_shape(runner, num_heads)
@@ -93,6 +111,7 @@ class MLAForward:
         if self.shape.kv_layout != "bf16":
             rank = self.shape.head_dim_ckv
             layers = absorbed_layers(getattr(runner, "model", None), rank + self.shape.head_dim_kpe)
+            check_company(others or set(), layers)
             self.writer = install_writer(self.token_to_kv_pool, rank, self.page_size, self.shape.backend, layers)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

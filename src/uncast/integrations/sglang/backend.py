@@ -8,9 +8,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inner_fb_view
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import attention_backends, get_parallel
 
 from uncast.integrations._common import EngineRefusal
+from uncast.integrations.sglang import NAME
 from uncast.integrations.sglang.attention import MLAForward, MultiStepDraft
 
 
@@ -27,7 +28,8 @@ class UncastAttentionBackend(MLAForward, AttentionBackend):  # type: ignore[misc
         if parallel.attn_dcp_size > 1:
             raise EngineRefusal("uncast does not split a context over GPUs: start with --dcp-size 1")
         heads = runner.model_config.num_attention_heads // parallel.attn_tp_size
-        super().__init__(runner, num_heads=heads, draft_step=draft_step)
+        others = set() if runner.is_draft_worker else set(attention_backends()) - {NAME, None}
+        super().__init__(runner, num_heads=heads, draft_step=draft_step, others=others)
         self.device = runner.device
         self._is_draft = bool(runner.is_draft_worker) or draft_step is not None
         self._verify_mask: VerifyMask | None = None
