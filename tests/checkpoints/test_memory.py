@@ -49,7 +49,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """90 MB in BF16: twelve layers of GLM-4.7-Flash's kind."""
     folder = tmp_path_factory.mktemp("memory")
     config = {**FAMILIES["glm4_moe_lite"], "num_hidden_layers": 12, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1}
-    config |= {"n_shared_experts": 1, "max_position_embeddings": 4096, "n_routed_experts": 24, "num_attention_heads": 2}
+    config |= {
+        "routed_scaling_factor": 1.8,
+        "n_shared_experts": 1,
+        "max_position_embeddings": 4096,
+        "n_routed_experts": 24,
+        "num_attention_heads": 2,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
 
@@ -81,13 +87,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("kind", ["bf16 as bf16", "bf16 as fp32", "nvfp4"])
+@pytest.mark.parametrize("kind", ["bf16 as bf16", "bf16 as fp32", "nvfp4", "gguf"])
 def test_peak_memory_is_at_most_1_3_times_the_result(saved: Path, tmp_path: Path, kind: str) -> None:
     for file in saved.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     if kind == "nvfp4":
         grow(tmp_path)
         to_modelopt(tmp_path, GLM_52, make=lambda weight: random_nvfp4(*weight.shape))
+    if kind == "gguf":
+        pytest.importorskip("gguf")
+        from tests.checkpoints.gguf_files import MIXED, write_gguf
+
+        write_gguf(tmp_path, tmp_path / "model.gguf", MIXED)
+        (tmp_path / "config.json").unlink()
     dtype = "float32" if kind.endswith("fp32") else "bfloat16"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHILD, str(tmp_path), dtype]

@@ -18,7 +18,7 @@ import torch
 from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_regular
 
 SUFFIX = ".gguf"
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 1 << 20
 """Packed bytes that are dequantised at once; the float32 values of 4-bit blocks are eight times as large."""
 _SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _BROKEN = (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, OSError)

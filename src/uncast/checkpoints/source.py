@@ -21,7 +21,7 @@ from uncast.quant.packed import Packed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-RELEASE_BYTES = 16 << 20
+RELEASE_BYTES = 8 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

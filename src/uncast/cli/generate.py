@@ -91,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     try:
         return _run(args)
-    except (GenerationError, ParallelError) as error:
+    except (DamagedCheckpoint, GenerationError, ParallelError) as error:
         raise WorkError(str(error)) from error
     except _ERRORS as error:
         raise UsageError(str(error)) from error

@@ -15,7 +15,7 @@ import torch
 from uncast.attention import ProblemError, Refused
 from uncast.attention.registry import UnknownBackend, create
 from uncast.checkpoints.bundled import BUNDLED, model_folder
-from uncast.checkpoints.files import CheckpointError
+from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint
 from uncast.checkpoints.generation import read_generation_config
 from uncast.checkpoints.kv_scales import apply_kv_scales
 from uncast.checkpoints.load import load_config
@@ -96,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
     except (ListenError, _FolderError) as error:
         print(f"uncast: {error}", file=sys.stderr)
         return 1
-    except (GenerationError, ParallelError) as error:
+    except (DamagedCheckpoint, GenerationError, ParallelError) as error:
         raise WorkError(str(error)) from error
     except _ERRORS as error:
         raise UsageError(str(error)) from error
