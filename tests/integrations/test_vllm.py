@@ -209,6 +209,18 @@ def test_scale_is_read_at_each_call(scene: MakeScene) -> None:
         close(s.forward(q, metadata)[0], s.oracle(q, [1])[0])
 
 
+def test_batch_invariance_is_asked_for(scene: MakeScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With VLLM_BATCH_INVARIANT a request's bits must not depend on the batch: the plan is made so."""
+    s = scene()
+    monkeypatch.setattr(s.module.envs, "VLLM_BATCH_INVARIANT", True)
+    s.fill([90, 12], width=2)
+    metadata = s.batch([1, 1])
+    s.forward(s.queries(2), metadata)
+    (attention,) = metadata.decode.step._plans.values()
+    assert attention.last_plan is not None and attention.last_plan.problem.spec.batch_invariant
+    assert s.module.UncastMLABackend.supports_batch_invariance() and _combination(s.module) is None
+
+
 def test_queries_stay_bf16(scene: MakeScene) -> None:
     """vLLM quantises queries for an FP8 cache unless the implementation says no."""
     assert scene(kv_cache_dtype="fp8").impl.supports_quant_query_input is False
