@@ -111,7 +111,7 @@ def test_the_tables_fit_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "sentence"),
     [
-        (["/nowhere"], 2, "/nowhere is not a folder with a model in it"),
+        (["/nowhere"], 2, "/nowhere is neither a folder with a model in it nor a GGUF file"),
         (["tiny-glm", "--memory", "0"], 2, "memory is 0.0: allowed is above 0"),
         (["tiny-glm", "--bandwidth", "nan"], 2, "bandwidth is nan: allowed is above 0"),
         (["tiny-glm", "--batch", "0"], 2, "batch is 0: allowed is 1 to"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_regular, read_json
+from uncast.checkpoints.gguf_file import GgufTensor
 from uncast.checkpoints.source import INDEX_FILE
 
 ITEM_BITS = {
@@ -25,7 +26,7 @@ ITEM_BITS = {
 }  # fmt: skip
 """Bits of one element by safetensors' names."""
 _FLOAT_NAMES = {"F64": "FP64", "F32": "FP32", "F16": "FP16", "BF16": "BF16", "F8_E5M2": "FP8 e5m2"}
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+_LAYER, _BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$"), re.compile(r"blk\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,37 @@ def place(module: str, num_layers: int) -> tuple[int | None, str]:
     if rest.startswith("mlp."):
         return layer, "dense MLP"
     return layer, "norms" if "norm" in rest else "other"
+
+
+def gguf_modules(tensors: Mapping[str, GgufTensor], num_layers: int) -> list[Module]:
+    """The same of a GGUF file; a module's format is its block type."""
+    found = []
+    for name, tensor in sorted(tensors.items()):
+        module = name.rpartition(".")[0]
+        layer, part = gguf_place(module, num_layers)
+        found.append(Module(module, layer, part, tensor.type_name, math.prod(tensor.shape), tensor.nbytes))
+    return found
+
+
+def gguf_place(module: str, num_layers: int) -> tuple[int | None, str]:
+    """A module's layer and part, by GGUF's names."""
+    match = _BLOCK.match(module)
+    if match is None:
+        return None, {"token_embd": "embedding", "output": "LM head", "output_norm": "norms"}.get(module, "other")
+    layer, rest = int(match[1]), match[2]
+    if layer >= num_layers or rest.startswith("nextn."):
+        return layer, "MTP"
+    if rest in ("attn_norm", "ffn_norm"):
+        return layer, "norms"
+    if rest in ("ffn_gate_inp", "exp_probs_b"):
+        return layer, "router"
+    for start, part in (("indexer.", "indexer"), ("attn_", "attention")):
+        if rest.startswith(start):
+            return layer, part
+    for end, part in (("_exps", "experts"), ("_shexp", "shared experts")):
+        if rest.endswith(end):
+            return layer, part
+    return layer, "dense MLP" if rest.startswith("ffn_") else "other"
 
 
 def _format(parts: Mapping[str, Tensor]) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from uncast.checkpoints.bundled import model_folder
 from uncast.checkpoints.files import CheckpointError
+from uncast.checkpoints.gguf_file import gguf_path
 from uncast.cli.main import UsageError, WorkError
 from uncast.doctor.costs import peak_bandwidth
 from uncast.engine.footprint import CacheCost, WeightCost, Workload, cache_costs, weight_cost
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="example: uncast inspect tiny-glm --memory 1 --bandwidth 0.05 --context 1000",
     )
     add = parser.add_argument
-    add("path", help="a Hugging Face folder (config.json alone will do), or tiny-glm")
+    add("path", help="a Hugging Face folder (config.json alone will do), a GGUF file, or tiny-glm")
     add("--memory", type=float, metavar="GB", help="memory for weights and cache, 10^9 bytes (default: this GPU's)")
     add(
         "--bandwidth", type=float, metavar="TB/s", help="of that memory, 10^12 bytes/s (default: this GPU's data sheet)"
@@ -50,13 +51,13 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     _check(args)
     try:
-        folder = model_folder(args.path)
+        path = model_folder(args.path)
+        if not path.is_dir() and gguf_path(path) is None:
+            raise UsageError(f"{path} is neither a folder with a model in it nor a GGUF file")
     except CheckpointError as error:
         raise UsageError(str(error)) from None
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder with a model in it")
     try:
-        found = survey(folder)
+        found = survey(path)
     except CheckpointError as error:
         raise WorkError(str(error)) from None
     if args.context > found.config.max_position_embeddings:
@@ -103,7 +104,7 @@ def _facts(
 ) -> dict[str, Any]:
     config, moe = found.config, found.config.moe
     return {
-        "path": str(found.folder),
+        "path": str(found.path),
         "architecture": {
             "model_type": config.model_type,
             "layers": config.num_layers,

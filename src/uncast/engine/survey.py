@@ -1,4 +1,4 @@
-"""`survey`: a folder's configuration and file headers to everything that `uncast inspect` says about it."""
+"""`survey`: a checkpoint's configuration and file headers to everything that `uncast inspect` says about it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from uncast.checkpoints.files import CheckpointError, read_json
+from uncast.checkpoints.gguf_file import GgufFile, gguf_path
 from uncast.checkpoints.implied import implied_tensors
-from uncast.checkpoints.inventory import Module, modules, read_headers
+from uncast.checkpoints.inventory import Module, gguf_modules, modules, read_headers
+from uncast.checkpoints.load import load_config
 from uncast.checkpoints.quantization import Quantization, read_quantization
-from uncast.models.config import ConfigError, ModelConfig
+from uncast.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Survey:
         notes: what a reader has to know about these figures, a sentence each.
     """
 
-    folder: Path
+    path: Path
     config: ModelConfig
     modules: Sequence[Module]
     stored: bool
@@ -59,33 +61,33 @@ class Survey:
         return _format_rows(self.modules)
 
 
-def survey(folder: Path) -> Survey:
-    """Reads `config.json` and the headers of the weights.
+def survey(path: Path) -> Survey:
+    """Reads `config.json` and the headers of a folder's weights, or a GGUF file's metadata.
 
     Raises:
-        CheckpointError: no such folder, a configuration that is not supported, a missing or damaged file.
+        CheckpointError: neither of them, a configuration that is not supported, a missing or damaged file.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder with a model in it")
-    raw = read_json(folder / "config.json")
-    try:
-        config = ModelConfig.from_hf(raw)
-    except ConfigError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    notes: list[str] = []
-    declared = _declared(folder, raw, notes)
-    tensors = read_headers(folder)
+    config, notes = load_config(path), list[str]()
+    gguf = gguf_path(path)
+    if gguf is not None:
+        found = gguf_modules(GgufFile(gguf).tensors, config.num_layers)
+        size = 2 * sum(module.parameters for module in found if module.part != "MTP") / 1e9
+        notes.append(f"uncast multiplies GGUF blocks out when it loads them: {size:,.1f} GB in BF16")
+        return Survey(path, config, found, True, 0, tuple(notes))
+    raw = read_json(path / "config.json")
+    declared = _declared(path, raw, notes)
+    tensors = read_headers(path)
     stored = bool(tensors)
     if not stored:
         tensors = implied_tensors(config, declared)
         notes.append(f"no weights in this folder: bytes are implied by config.json, {_ASSUMED[declared.kind]}")
     found = modules(tensors, config.num_layers)
     if not any(module.part == "attention" for module in found):
-        raise CheckpointError(f"{folder} holds no attention weights under Hugging Face's names")
+        raise CheckpointError(f"{path} holds no attention weights under Hugging Face's names")
     scales = len({module.layer for module in found if module.format == "KV scale"})
     if scales == 0 and declared.fp8_cache:
         notes.append("the checkpoint asks for an FP8 KV cache but holds no scale for it: engines then use 1.0")
-    return Survey(folder, config, found, stored, scales, tuple(notes))
+    return Survey(path, config, found, stored, scales, tuple(notes))
 
 
 def _declared(folder: Path, raw: Mapping[str, Any], notes: list[str]) -> Quantization:
