@@ -171,6 +171,8 @@ def test_logits_that_are_not_numbers_exit_1(
     [
         (["--model", ""], "the model is '': a folder or one of tiny-glm is needed"),
         (["--kv-pool-tokens", "0"], "kv_pool_tokens is 0: at least 1 is needed"),
+        (["--weight-cache-gib", "-1"], "weight_cache_gib is -1: allowed is 0 to 1e+06"),
+        (["--weight-cache-gib", "nan"], "weight_cache_gib is nan: allowed is 0 to 1e+06"),
         (["--kv-pool-tokens", "-5"], "kv_pool_tokens is -5: at least 1 is needed"),
         (["--kv-pool-tokens", "1" + "0" * 15], "tokens does not fit into memory: ask for fewer"),
         (["--kv-pool-tokens", "1" + "0" * 30], "tokens does not fit into memory: ask for fewer"),
@@ -307,3 +309,15 @@ def test_an_fp8_cache_without_scales_is_noted(folder: Path, capsys: pytest.Captu
     )
     assert generate(folder, "--kv-cache-dtype", "fp8_ds_mla") == 0
     assert capsys.readouterr().err == ""
+
+
+def test_the_bound_of_the_weight_cache_reaches_the_model(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import uncast.checkpoints.load as load
+
+    bounds: list[int] = []
+    cache = load.DequantCache
+    monkeypatch.setattr(load, "DequantCache", lambda max_bytes: bounds.append(max_bytes) or cache(max_bytes))
+    assert generate(folder) == generate(folder, "--weight-cache-gib", "0.25") == 0
+    assert bounds == [1 << 30, 1 << 28]

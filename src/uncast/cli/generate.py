@@ -25,6 +25,7 @@ from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
 from uncast.cli.parallel import ParallelError, Team
 from uncast.cli.summary import print_summary, summary
+from uncast.cli.weight_cache import add_weight_cache, weight_cache_bytes
 from uncast.engine.generate import Generation, stream
 from uncast.engine.request import GenerationError, RequestError, check_lengths
 from uncast.engine.runner import RunnerError
@@ -33,6 +34,7 @@ from uncast.engine.tokenizer import TemplateError, Tokenizer
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError
 from uncast.models.decoder import MLADecoder
 from uncast.models.parallel import Parallel
+from uncast.quant.packed import DEFAULT_CACHE_BYTES
 
 _ERRORS = (
     CheckpointError, LayoutError, ProblemError, Refused, RequestError, RunnerError, SamplingError, TemplateError,
@@ -64,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="layout of the latent cache (default: auto)",
     )
     parser.add_argument("--kv-scales", type=Path, metavar="FILE", help=KV_SCALES_HELP)
+    add_weight_cache(parser)
     parser.add_argument(
         "--attention-backend", default="auto", help="auto, torch_cpu, gather_cast:torch_cpu, pool_cast:torch_cpu, ..."
     )
@@ -112,8 +115,10 @@ def _run(args: argparse.Namespace) -> int:
     scales = scales_of(args.kv_scales, args.kv_cache_dtype, config)
 
     def load(parallel: Parallel | None) -> MLADecoder:
-        layout = args.kv_cache_dtype if scales is None else "auto"
-        model = load_with_bar(folder, config.num_layers, quiet=args.json, kv_layout=layout, parallel=parallel)
+        layout, cache = args.kv_cache_dtype if scales is None else "auto", weight_cache_bytes(args)
+        model = load_with_bar(
+            folder, config.num_layers, quiet=args.json, kv_layout=layout, parallel=parallel, cache_bytes=cache
+        )
         if scales is not None:
             apply_kv_scales(model, scales)
         return model
@@ -154,13 +159,20 @@ def _sampling(args: argparse.Namespace, folder: Path, vocab_size: int) -> Sampli
 
 
 def load_with_bar(
-    folder: Path, layers: int, *, quiet: bool = False, kv_layout: str = "auto", parallel: Parallel | None = None
+    folder: Path,
+    layers: int,
+    *,
+    quiet: bool = False,
+    kv_layout: str = "auto",
+    parallel: Parallel | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> MLADecoder:
     """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar and the checkpoint's notes on stderr.
 
     Args:
         kv_layout: of the cache; with `fp8_e4m3` missing scales are noted.
         parallel: the group that shares the model; only rank 0 shows anything.
+        cache_bytes: see `load_model`.
 
     Raises:
         CheckpointError: a checkpoint that is not supported. WorkError: a damaged one.
@@ -175,7 +187,7 @@ def load_with_bar(
         task = bar.add_task(f"loading {folder.name}", total=layers)
         try:
             model = load_model(
-                folder, dtype=dtype, device=device, note=notes.append, parallel=parallel,
+                folder, dtype=dtype, device=device, note=notes.append, parallel=parallel, cache_bytes=cache_bytes,
                 progress=lambda done, _: bar.update(task, completed=done),
             )  # fmt: skip
         except DamagedCheckpoint as error:

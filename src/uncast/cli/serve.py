@@ -24,6 +24,7 @@ from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
 from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
 from uncast.cli.parallel import ParallelError, Team
+from uncast.cli.weight_cache import add_weight_cache, weight_cache_bytes
 from uncast.engine.async_engine import AsyncEngine
 from uncast.engine.core import Engine, EngineConfig
 from uncast.engine.request import GenerationError
@@ -65,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="layout of the latent cache (default: auto)",
     )
     add("--kv-scales", type=Path, metavar="FILE", help=KV_SCALES_HELP)
+    add_weight_cache(parser)
     add("--attention-backend", default="auto", help="auto, torch_cpu, gather_cast:torch_cpu, pool_cast:torch_cpu, ...")
     add("--deterministic", action="store_true", help="a seeded request's text is the same in every batch, bit for bit")
     add("--page-size", type=int, default=64, help="cache rows per page, a power of two 1..128 (default: 64)")
@@ -113,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 2**16:
         raise ValueError(f"port is {args.port}: allowed are 0 to {2**16 - 1}")
     _check_cache_options(args, config)
-    scales = scales_of(args.kv_scales, args.kv_cache_dtype, config)
+    scales, cache = scales_of(args.kv_scales, args.kv_cache_dtype, config), weight_cache_bytes(args)
     if args.max_queue < 1:
         raise ValueError(f"max_queue is {args.max_queue}: at least 1 is needed")
     limits = EngineConfig(
@@ -132,7 +134,7 @@ def _run(args: argparse.Namespace) -> int:
 
     def load_model(parallel: Parallel | None) -> MLADecoder:
         layout = args.kv_cache_dtype if scales is None else "auto"
-        model = load_with_bar(folder, config.num_layers, kv_layout=layout, parallel=parallel)
+        model = load_with_bar(folder, config.num_layers, kv_layout=layout, parallel=parallel, cache_bytes=cache)
         if scales is not None:
             apply_kv_scales(model, scales)
         return model
