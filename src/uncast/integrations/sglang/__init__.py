@@ -22,7 +22,7 @@ def register() -> None:
     try:
         _register()
     except Exception as error:
-        state.error = f"{type(error).__name__}: {error}"
+        state.error = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         raise
     state.live = True
 
