@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +67,13 @@ def test_the_draft_hook_passes_on_what_the_factory_is_given() -> None:
         == "self, backend_name, backend_map, error_template, stamps_children="
     )
     assert shape(add_draft_backends) == "original, factory, backend_name, backend_map, *args, **kwargs"
+
+
+def test_the_entry_point_names_the_function() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    path = project["entry-points"]["sglang.srt.plugins"]["uncast"]
+    module, _, name = path.partition(":")
+    assert getattr(importlib.import_module(module), name) is sglang.register
 
 
 def test_an_error_of_the_plugin_is_kept_and_the_factory_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
