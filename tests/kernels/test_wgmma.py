@@ -101,13 +101,25 @@ def test_rings_fit_shared_memory(layout: str) -> None:
 def test_combine_programs_hold_the_usual_number_of_splits() -> None:
     def splits(kv_lens: list[int], heads: int) -> object:
         problem = make_problem(kv_lens, [1] * len(kv_lens), spec_of(num_heads=heads), "cpu")
-        channels, warps = combine.unit_shape(wgmma_launch.make_plan(problem, 132).splits)
-        return combine.constexprs(16, channels, warps, pdl=True)["SPLITS"]
+        shape = combine.unit_shape(wgmma_launch.make_plan(problem, 132).splits)
+        return combine.constexprs(16, *shape, pdl=True)["SPLITS"]
 
     assert splits([131072], 8) == 128
-    assert splits([4096], 64) == 128
+    assert splits([4096], 64) == 64
+    assert splits([32768], 64) == 128
     assert splits([8192] * 8, 64) == 8
     assert splits([8192] * 64, 64) == 8
+
+
+def test_only_fp8_ds_mla_has_scaled_partial_results() -> None:
+    """Its latents may exceed fp16's range. The kernel writes a row's scale one `partial_lse` behind the row's LSE."""
+    for layout in LAYOUTS:
+        plan = wgmma_launch.make_plan(make_problem([4096], [1], spec_of(kv_layout=layout), "cpu"), 132)
+        lse, scale = plan.scratch.partial_lse, plan.scratch.partial_scale
+        assert (scale is not None) == (layout == "fp8_ds_mla")
+        if scale is not None:
+            assert scale.shape == lse.shape and bool((scale == 1).all())
+            assert scale.data_ptr() == lse.data_ptr() + 4 * lse.numel()
 
 
 def e4m3_rows(n: int, generator: torch.Generator) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
     partial_o    fp32 or fp16 [partial_blocks, block_rows, 512], each row normalised by its own softmax sum
     partial_lse  fp32 [partial_blocks, block_rows], base 2, -inf for a row that saw nothing
+    partial_scale  fp32 [partial_blocks, block_rows], SCALED only: what a row of partial_o is to be multiplied by
     out row      sum_s 2^(lse_s - lse) * partial_o_s,  lse = log2(sum_s 2^lse_s)
 
 Floor: each partial row is read once (1 or 2 KB) and mostly comes from L2. Work unit = one row x 64, 128 or 256 channels; a
@@ -26,8 +27,9 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _merge(
-    u, units, partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h, scale,
-    num_heads, lse_mode, BLOCK_ROWS: gl.constexpr, CHANNELS: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr,
+    u, units, partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
+    scale, num_heads, lse_mode, BLOCK_ROWS: gl.constexpr, CHANNELS: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """One unit: SPLITS partial rows at a time, softmax state carried from one step to the next."""
     CHUNKS: gl.constexpr = 512 // CHANNELS
@@ -50,13 +52,18 @@ def _merge(
             at = (part + s * stride) * BLOCK_ROWS + row
             x = gl.load(partial_o + (at * 512)[:, None] + d[None, :], mask=(s < n)[:, None], other=0.0)
             row_lse = gl.load(partial_lse + at, mask=s < n, other=float("-inf"))
+            if SCALED:
+                row_scale = gl.load(partial_scale + at, mask=s < n, other=0.0)
             # every warp also holds all of them over its lanes: their reductions need no shared memory
             every = c + gl.arange(0, SPLITS, LANES)
             at_every = (part + every * stride) * BLOCK_ROWS + row
             every_lse = gl.load(partial_lse + at_every, mask=every < n, other=float("-inf"))
             new_top = gl.maximum(top, gl.max(every_lse, 0))
             old = gl.exp2(top - new_top)
-            acc = acc * old + gl.sum(x.to(gl.float32) * gl.exp2(row_lse - new_top)[:, None], 0)
+            weight = gl.exp2(row_lse - new_top)
+            if SCALED:
+                weight = weight * row_scale
+            acc = acc * old + gl.sum(x.to(gl.float32) * weight[:, None], 0)
             total = total * old + gl.sum(gl.exp2(every_lse - new_top), 0)
             top = new_top
         acc = gl.where(total == 0, 0.0, acc * (scale / total))  # a NaN of a live row stays one
@@ -70,9 +77,9 @@ def _merge(
 
 @gluon.jit(do_not_specialize=_SCALARS, do_not_specialize_on_alignment=["lse"])
 def combine_kernel(
-    partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
+    partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
     out_scale, out_scale_ptr, scale_from_ptr, num_heads, lse_mode, BLOCK_ROWS: gl.constexpr,
-    CHANNELS: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHANNELS: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, at most one per unit that `sched` has room for. `out` [tokens, heads, 512] and `lse`
     [tokens, heads] by strides; lse_mode 0 none, 1 base 2, 2 base e. The output is multiplied by `out_scale`, or by what
@@ -87,8 +94,8 @@ def combine_kernel(
     more = u >= 0
     while more:
         _merge(
-            u, units, partial_o, partial_lse, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t,
-            lse_stride_h, scale, num_heads, lse_mode, BLOCK_ROWS, CHANNELS, SPLITS, num_warps,
+            u, units, partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t,
+            lse_stride_h, scale, num_heads, lse_mode, BLOCK_ROWS, CHANNELS, SPLITS, SCALED, num_warps,
         )  # fmt: skip
         u += gl.num_programs(0)
         more = u < units
@@ -98,10 +105,10 @@ WIDTHS = (256, 128, 64)
 """Channels of a unit; a lane holds 8 of them of 8 splits, so narrower units merge more splits at once."""
 
 
-def constexprs(block_rows: int, channels: int, warps: int, *, pdl: bool) -> dict[str, object]:
-    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1 or 4 warps."""
+def constexprs(block_rows: int, channels: int, warps: int, *, pdl: bool, scaled: bool = False) -> dict[str, object]:
+    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps."""
     splits = 8 * (256 // channels) * warps
-    return {"BLOCK_ROWS": block_rows, "CHANNELS": channels, "SPLITS": splits, "PDL": pdl}
+    return {"BLOCK_ROWS": block_rows, "CHANNELS": channels, "SPLITS": splits, "SCALED": scaled, "PDL": pdl}
 
 
 def unit_shape(plan: SplitPlan) -> tuple[int, int]:
@@ -109,7 +116,9 @@ def unit_shape(plan: SplitPlan) -> tuple[int, int]:
     splits = plan.partial_blocks // max(1, plan.num_groups)
     if splits <= 8 or plan.batch_invariant:  # one shape for all batches: it decides the order of the additions
         return 256, 1
-    return 128 if splits <= 16 else 64, 4
+    if splits <= 16:
+        return 128, 4
+    return 64, 2 if splits <= 36 else 4
 
 
 def launch_combine(
@@ -127,6 +136,7 @@ def launch_combine(
     combine_kernel[(min(units, 32 * num_sms // warps),)](
         scratch.partial_o,
         scratch.partial_lse,
+        scratch.partial_lse if scratch.partial_scale is None else scratch.partial_scale,
         scratch.sched,
         call.out,
         lse,
@@ -139,7 +149,7 @@ def launch_combine(
         call.scale_flags & 1 if unscaled else 0,
         plan.num_heads,
         call.lse_mode,
-        **constexprs(plan.block_rows, channels, warps, pdl=pdl),
+        **constexprs(plan.block_rows, channels, warps, pdl=pdl, scaled=scratch.partial_scale is not None),
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )

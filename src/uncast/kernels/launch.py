@@ -14,19 +14,24 @@ LSE_MODES = {"2": 1, "e": 2}
 
 @dataclass(frozen=True)
 class Scratch:
-    """partial_o fp32 or fp16 [partial_blocks, block_rows, 512], partial_lse fp32 [partial_blocks, block_rows], sched int32
-    [1 + groups, 8]; see `schedule` and `combine`."""
+    """partial_o fp32 or fp16 [partial_blocks, block_rows, 512], partial_lse and (or None) partial_scale fp32
+    [partial_blocks, block_rows], one behind the other, sched int32 [1 + groups, 8]; see `schedule` and `combine`."""
 
     partial_o: torch.Tensor
     partial_lse: torch.Tensor
+    partial_scale: torch.Tensor | None
     sched: torch.Tensor
 
     @classmethod
-    def allocate(cls, plan: SplitPlan, device: torch.device, dtype: torch.dtype = torch.float32) -> Scratch:
+    def allocate(
+        cls, plan: SplitPlan, device: torch.device, dtype: torch.dtype = torch.float32, *, scaled: bool = False
+    ) -> Scratch:
         blocks = max(1, plan.partial_blocks)
+        rows = torch.ones(1 + scaled, blocks, plan.block_rows, dtype=torch.float32, device=device)
         return cls(
             torch.empty(blocks, plan.block_rows, 512, dtype=dtype, device=device),
-            torch.empty(blocks, plan.block_rows, dtype=torch.float32, device=device),
+            rows[0],
+            rows[1] if scaled else None,
             torch.zeros(1 + plan.num_groups, SCHED_COLUMNS, dtype=torch.int32, device=device),
         )
 

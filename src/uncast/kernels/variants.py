@@ -4,7 +4,7 @@
     python -m uncast.kernels.variants --report docs/kernel-variants.md   # and write it
     python -m uncast.kernels.variants --only mma_fp8_ds_mla --chips 86,90
 
-A variant fails when ptxas serialises its wgmma (warning C7512), spills beyond `MAX_SPILL_BYTES`, or needs more shared memory
+A variant fails when ptxas serialises its wgmma (warning C7512), spills beyond its `max_spill`, or needs more shared memory
 or registers than the chip has. Compiling takes Triton's own assembler and no driver.
 """
 
@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -42,35 +41,21 @@ from uncast.kernels import (
     wgmma_sparse_launch,
 )
 from uncast.kernels.cache_write import cache_write_kernel
+from uncast.kernels.extend_variants import extend_variants
 from uncast.kernels.mma_decode import mma_decode_kernel
 from uncast.kernels.mma_sparse import mma_sparse_kernel
 from uncast.kernels.schedule import BATCH_BUCKETS
 from uncast.kernels.unpack import NATIVE_ARCH
+from uncast.kernels.variant import CHIPS, Variant, types_of
 from uncast.kernels.wgmma_decode import wgmma_decode_kernel
 from uncast.kernels.wgmma_sparse import wgmma_sparse_kernel
 from uncast.latent.index_keys import index_layout
 from uncast.latent.layouts import LAYOUT_NAMES, row_layout
 
-CHIPS = (80, 86, 89, 90, 100, 120)
 WIDE_CHIPS = tuple(c for c in CHIPS if c // 10 in packed_matmul.WIDE_CHIPS)
 MAX_REGISTERS = 255
-MAX_SPILL_BYTES = 512
-"""Of one thread. The largest are below 400 B (wgmma, fp8_ds_mla, 64 rows); the portable kernels stay below 150 B."""
 SERIALISED_WGMMA = "C7512"
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One kernel with fixed compile-time arguments; `types`: Triton types of its run-time arguments by name."""
-
-    name: str
-    kernel: Any
-    types: dict[str, str]
-    constexprs: dict[str, object]
-    chips: tuple[int, ...]
-    num_warps: int = 4
-    num_stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -85,29 +70,6 @@ class Report:
     limit: int
     seconds: float
     problems: tuple[str, ...] = field(default=())
-
-
-_INT_POINTERS = {"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "sched", "cache_words"}
-_FLOATS = {"sm_scale", "sm_scale_log2", "ckv_scale", "kpe_scale", "out_scale"}
-_FLOAT_POINTERS = {
-    "lse",
-    "partial_o",
-    "partial_lse",
-    "ckv_scale_ptr",
-    "kpe_scale_ptr",
-    "out_scale_ptr",
-    "scale_base",
-    "words_ptr",
-}
-
-
-def _types(kernel: Any, constexprs: dict[str, object], **given: str) -> dict[str, str]:
-    """Types of the run-time arguments of `kernel`: `given`, else by the names that all kernels share, else int32."""
-    known = (
-        dict.fromkeys(_INT_POINTERS, "*i32") | dict.fromkeys(_FLOATS, "fp32") | dict.fromkeys(_FLOAT_POINTERS, "*fp32")
-    )
-    known |= given
-    return {n: known.get(n, "i32") for n in kernel.arg_names if n not in constexprs and n != "num_warps"}
 
 
 def _mma_variants() -> Iterator[Variant]:
@@ -127,7 +89,9 @@ def _mma_variants() -> Iterator[Variant]:
                     for native in sorted({chip >= NATIVE_ARCH for chip in where}):
                         part = tuple(c for c in where if (c >= NATIVE_ARCH) == native)
                         args = mma_launch.constexprs(layout, dtype, part[0], config, bucket)
-                        types = _types(mma_decode_kernel, args, q_nope=q, q_pe=q, out=q, ckv_base=narrow, kpe_base=rope)
+                        types = types_of(
+                            mma_decode_kernel, args, q_nope=q, q_pe=q, out=q, ckv_base=narrow, kpe_base=rope
+                        )
                         shape = f"rows{config.block_rows}_{config.step}x{config.stages}_batch{bucket}"
                         name = f"mma_{layout}_{_SHORT[dtype]}_{shape}{'' if native else '_integer'}"
                         yield Variant(name, mma_decode_kernel, types, args, part)
@@ -140,7 +104,7 @@ def _wgmma_variants() -> Iterator[Variant]:
             for page, bucket, dtype in ((64, 32, "bf16"), (128, 1, "bf16"), (64, 256, "bf16" if ds else "fp16")):
                 args = wgmma_launch.constexprs(layout, rows, page, bucket)
                 ckv, kpe = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128 if ds else 64, 16, 2)
-                types = _types(
+                types = types_of(
                     wgmma_decode_kernel, args, q_nope=f"*{dtype}", q_pe=f"*{dtype}", out=f"*{dtype}", partial_o="*fp16",
                     cache_words="*fp32", ckv_desc=f"tensordesc<i16[64,256],{ckv!r}>",
                     kpe_desc=f"tensordesc<i16[64,{64 if ds else 32}],{kpe!r}>",
@@ -152,11 +116,11 @@ def _wgmma_variants() -> Iterator[Variant]:
 def _combine_variants() -> Iterator[Variant]:
     for pdl, chips in ((False, (80, 86, 89)), (True, (90, 100, 120))):
         for rows, channels, warps, dtype, part in (
-            (8, 256, 1, "bf16", "fp32"), (16, 256, 4, "fp16", "fp32"), (16, 128, 4, "bf16", "fp16"),
+            (8, 256, 1, "bf16", "fp32"), (16, 64, 2, "fp16", "fp16"), (16, 128, 4, "bf16", "fp32"),
             (64, 64, 4, "bf16", "fp16"),
         ):  # fmt: skip
-            args = combine.constexprs(rows, channels, warps, pdl=pdl)
-            types = _types(combine.combine_kernel, args, out=f"*{dtype}", partial_o=f"*{part}")
+            args = combine.constexprs(rows, channels, warps, pdl=pdl, scaled=rows == 64)
+            types = types_of(combine.combine_kernel, args, out=f"*{dtype}", partial_o=f"*{part}")
             name = f"combine_rows{rows}_channels{channels}_warps{warps}_{dtype}{'_pdl' if pdl else ''}"
             yield Variant(name, combine.combine_kernel, types, args, chips, num_warps=warps)
 
@@ -169,7 +133,7 @@ def _write_variants() -> Iterator[Variant]:
                 "LAYOUT": name, "RANK": 512, "ROPE": 64, "ROW_BYTES": layout.row_bytes, "COUNT": counting,
                 "RANK_POW2": 512, "ROPE_POW2": 64,
             }  # fmt: skip
-            types = _types(
+            types = types_of(
                 cache_write_kernel, args, ckv=f"*{dtype}", kpe=f"*{dtype}", bytes_ptr="*u8", shorts_ptr="*i16", slots="*i64",
                 counters="*i64",
             )  # fmt: skip
@@ -182,7 +146,7 @@ def _gather_variants() -> Iterator[Variant]:
         for native in (True, False):
             chips = tuple(chip for chip in CHIPS if (chip >= NATIVE_ARCH) == native)
             args = gather_rows.constexprs(row_layout(name), 64, chips[0])
-            types = _types(
+            types = types_of(
                 gather_rows.gather_rows_kernel, args, bytes_ptr="*u8", shorts_ptr="*i16", pages="*i32", out="*i16"
             )
             label = f"gather_rows_{name}{'' if native else '_integer'}"
@@ -201,7 +165,7 @@ def packed_variants() -> Iterator[Variant]:
             ):
                 if rows == 16 or label == "gated":
                     given = packed_matmul.constexprs(format_, rows=rows, **args)  # type: ignore[arg-type]
-                    types = _types(
+                    types = types_of(
                         packed_matmul.packed_matmul_kernel, given, x="*bf16", words="*i32", pairs="*i64", ends="*i32",
                         scales="*u8" if name == "nvfp4" else "*fp32", global_scale="*fp32", weights="*fp32",
                         out="*fp32" if label == "split" else "*bf16",
@@ -225,7 +189,7 @@ def sparse_variants() -> Iterator[Variant]:
                 where.setdefault(key, {})[chip] = None
             for (config, native), chips in where.items():
                 args = sparse_launch.constexprs(layout, dtype, min(chips), config, 32)
-                types = _types(
+                types = types_of(
                     mma_sparse_kernel, args, q_nope=q, q_pe=q, out=q, ckv_base=narrow, kpe_base=rope, indices="*i32"
                 )
                 shape = f"rows{config.block_rows}_{config.step}x{config.stages}{'' if native else '_integer'}"
@@ -233,7 +197,7 @@ def sparse_variants() -> Iterator[Variant]:
     for layout, stages in wgmma_sparse_launch.STAGES.items():
         for rows in stages:
             args = wgmma_sparse_launch.constexprs(layout, rows, 32)
-            types = _types(
+            types = types_of(
                 wgmma_sparse_kernel, args, q_nope="*bf16", q_pe="*bf16", out="*bf16", partial_o="*fp16", ckv_base="*i16",
                 kpe_base="*i16", cache_words="*fp32", indices="*i32",
             )  # fmt: skip
@@ -243,7 +207,7 @@ def sparse_variants() -> Iterator[Variant]:
         for group, heads in ((1, 64), (index_select.ROWS, 32)):
             args = index_select.constexprs(index_layout("fp8"), heads, native, group, 32)
             kernel, label = index_select.index_logits_kernel, f"index_logits_fp8_heads{heads}_rows{group}"
-            types = _types(
+            types = types_of(
                 kernel, args, q="*bf16", weights="*fp32", keys="*u8", scales="*fp32", scores="*fp32", factor="fp32"
             )
             name = f"{label}{'' if native else '_integer'}"
@@ -292,8 +256,8 @@ def compile_variant(variant: Variant, chip: int) -> Report:
         problems.append(f"uses {registers} registers")
     if chip < NATIVE_ARCH and ("e4m3" in compiled.asm["ptx"] or "f8E4M3" in compiled.asm["ttgir"]):
         problems.append("hands an e4m3 type to the compiler")
-    if spill > MAX_SPILL_BYTES:
-        problems.append(f"spills {spill} B, allowed are {MAX_SPILL_BYTES}")
+    if spill > variant.max_spill:
+        problems.append(f"spills {spill} B, allowed are {variant.max_spill}")
     seconds = time.perf_counter() - start
     return Report(variant.name, chip, registers, spill, shared, limit, seconds, tuple(problems))
 
@@ -342,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chips = {int(c) for c in args.chips.split(",")} if args.chips else set(CHIPS)
     reports = []
-    for variant in (*variants(), *packed_variants(), *sparse_variants()):
+    for variant in (*variants(), *extend_variants(), *packed_variants(), *sparse_variants()):
         for chip in variant.chips:
             if args.only in variant.name and chip in chips:
                 report = compile_variant(variant, chip)

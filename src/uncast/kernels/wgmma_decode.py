@@ -14,6 +14,9 @@ swapped: S^T[64, BN] = K Q^T and O^T[512, BN] = V^T P^T with K and V^T as regist
     TMA warp(s)          latent and rope tiles; page numbers 32 at a time in registers
     scale warp           fp8_ds_mla: the rows' scales as fp16 times a power of two per tile (`wgmma_ops`)
 
+A split's results are fp16: fp8_ds_mla's as multiples of 2^E, E the largest of its tiles' exponents, because its latents may
+exceed fp16's range (they are below 448 * 2^(E + 7)); 2^E of each row lies `scale_offset` behind its `partial_lse`.
+
 Barriers: `ckv_full`/`ckv_empty` per slot (empty: both warpgroups have accumulated the tile, hence also its P, flag and
 factors are free), `p_ready` per parity of the tile (P, column maximum, flag and factors are published), `meet` (both).
 Softmax is base 2 and lazy: the column maximum moves only when a score exceeds it by 2^10; then `flag` is set and `alpha`
@@ -121,10 +124,13 @@ def _fetch_scales(cache, page, tile, kv_len, PAGE: gl.constexpr):
 
 @gluon.jit
 def _load_scales(
-    cache, kv_indices, kv_start, tile0, nt, kv_len, scales, exponents, empty, ready, ST: gl.constexpr, PAGE: gl.constexpr,
+    cache, kv_indices, kv_start, tile0, nt, kv_len, scales, exponents, highest, empty, ready, ST: gl.constexpr,
+    PAGE: gl.constexpr,
 ):  # fmt: skip
     """Scale warp of fp8_ds_mla: publishes a tile's scales times 2^-e, so that the largest becomes 2^6 .. 2^7, as fp16 [4, 64]
-    in slot 4 s; and 2 e, plus 1 if one is no power of two: then slots 4 s + 1.. + 3 hold them as sums of 7-bit numbers."""
+    in slot 4 s; and 2 e, plus 1 if one is no power of two: then slots 4 s + 1.. + 3 hold them as sums of 7-bit numbers.
+    `highest`: the largest e so far."""
+    top_e = -100
     PER: gl.constexpr = PAGE // 64
     last = (tile0 + nt - 1) // PER
     for first in range(tile0 // PER, last + 1, 32):
@@ -144,6 +150,8 @@ def _load_scales(
             scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
             inexact = gl.max(gl.max(v.to(gl.int32, bitcast=True) & 0x7FFFFF, 1), 0)
             put_scalar(exponents.index(s), 2 * e + gl.minimum(inexact, 1), 1)
+            top_e = gl.maximum(top_e, e)
+            put_scalar(highest, top_e, 1)
             if inexact > 0:
                 for k in range(3):
                     scales.index(4 * s + 1 + k).permute((1, 0)).store(seven_bits(v).to(gl.float16))
@@ -264,6 +272,10 @@ def _warpgroup(
     part = get_scalar(state.index(0))
     direct = part < 0
     out_scale = gl.where(direct, get_scalar(state.index(1)).to(gl.float32, bitcast=True), 1.0)
+    SCALED: gl.constexpr = state.shape[0] > 4
+    if SCALED:
+        exponent = get_scalar(state.index(4))
+        out_scale = gl.where(direct, 1.0, power_of_two(-exponent))
     alpha.index(w).store(gl.where(total == 0, 0.0, out_scale / total))  # a NaN of a live row stays one
     store_outputs(oe, oo, alpha.index(w), out, partial_o, offsets, direct, w)
     if w == 0:
@@ -271,6 +283,9 @@ def _warpgroup(
         top = colmax.load(L) + gl.log2(total)
         ok = offsets.load(L) >= 0
         gl.store(partial_lse + part * BN + n, top, mask=ok & (part >= 0))
+        if SCALED:
+            unit = gl.full([BN], power_of_two(exponent), gl.float32, L)
+            gl.store(partial_lse + get_scalar(state.index(5)) + part * BN + n, unit, mask=ok & (part >= 0))
         row = get_scalar(state.index(2)) + n
         at = (get_scalar(state.index(3)) + row // num_heads).to(gl.int64) * lse_stride_t + (
             row % num_heads
@@ -300,12 +315,14 @@ def _store_empty(
             gl.store(partial_lse + at, float("-inf"))
 
 
-@gluon.jit(do_not_specialize=["num_heads", "batch", "target", "causal", "invariant", "lse_mode", "scale_flags"])
+@gluon.jit(
+    do_not_specialize=["num_heads", "batch", "target", "causal", "invariant", "lse_mode", "scale_flags", "scale_offset"]
+)
 def wgmma_decode_kernel(
     q_nope, q_pe, ckv_desc, kpe_desc, qo_indptr, kv_indptr, kv_indices, kv_len_arr, out, lse, partial_o, partial_lse, sched,
     cache_words, ckv_scale, kpe_scale, ckv_scale_ptr, kpe_scale_ptr, sm_scale_log2,
     nope_stride_t, nope_stride_h, pe_stride_t, pe_stride_h, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
-    num_heads, batch, target, causal, invariant, lse_mode, scale_flags,
+    num_heads, batch, target, causal, invariant, lse_mode, scale_flags, scale_offset,
     BN: gl.constexpr, ST: gl.constexpr, KC: gl.constexpr, TC: gl.constexpr, PAGE: gl.constexpr, BATCH: gl.constexpr,
     OVERHEAD: gl.constexpr, MIN_CHUNK: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -336,7 +353,7 @@ def wgmma_decode_kernel(
     limits = gl.allocate_shared_memory(gl.int32, [BN], s1)
     offsets = gl.allocate_shared_memory(gl.int32, [BN], s1)
     votes = gl.allocate_shared_memory(gl.int32, [3, 4], s1)
-    state = gl.allocate_shared_memory(gl.int32, [4, 1], s1)
+    state = gl.allocate_shared_memory(gl.int32, [6 if DS else 4, 1], s1)
     ckv_full = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
     ckv_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
     kpe_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -394,6 +411,8 @@ def wgmma_decode_kernel(
             put_scalar(state.index(1), latent_scale.to(gl.int32, bitcast=True))
             put_scalar(state.index(2), row0)
             put_scalar(state.index(3), q_start)
+            if DS:
+                put_scalar(state.index(5), scale_offset)
             fence_async_shared()
             cta_barrier()
             if DS:
@@ -415,8 +434,8 @@ def wgmma_decode_kernel(
                         JOINT,
                     )),
                     (_load_scales, (
-                        cache_words, kv_indices, kv_start, tile0, nt, kv_len, scales, exponents, ckv_empty, scales_ready,
-                        ST, PAGE,
+                        cache_words, kv_indices, kv_start, tile0, nt, kv_len, scales, exponents, state.index(4), ckv_empty,
+                        scales_ready, ST, PAGE,
                     )),
                 ], [4, 1, 1], [240, 24, 24])  # fmt: skip
             elif JOINT:

@@ -107,7 +107,9 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
         batch_invariant=spec.batch_invariant,
         min_chunk=min_chunk(rows),
     )
-    return WgmmaPlan(problem, splits, num_sms, Scratch.allocate(splits, problem.kv_len_arr.device, torch.float16))
+    scaled = spec.kv_layout == "fp8_ds_mla"
+    scratch = Scratch.allocate(splits, problem.kv_len_arr.device, torch.float16, scaled=scaled)
+    return WgmmaPlan(problem, splits, num_sms, scratch)
 
 
 def _descriptors(rows: torch.Tensor, layout: str) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -165,6 +167,7 @@ def launch(plan: WgmmaPlan, call: Call) -> None:
         int(spec.batch_invariant),
         call.lse_mode,
         call.scale_flags if external else 0,
+        scratch.partial_lse.numel(),
         **constexprs(spec.kv_layout, splits.block_rows, spec.page_size, splits.batch_bucket),
         num_warps=4,
         launch_pdl=True,
