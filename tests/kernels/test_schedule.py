@@ -11,11 +11,11 @@ triton = pytest.importorskip("triton")
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
+from uncast.kernels.find_work import find_work  # noqa: E402
 from uncast.kernels.schedule import (  # noqa: E402
     INVARIANT_SPLITS,
     ScheduleError,
     SplitPlan,
-    find_work,
     plan_splits,
     reference_items,
 )

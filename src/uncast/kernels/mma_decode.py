@@ -29,6 +29,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from uncast.kernels.find_work import find_work
 from uncast.kernels.gluon_compat import cp_async_wait, cta_barrier
 from uncast.kernels.mma_ops import (
     BF16,
@@ -43,7 +44,6 @@ from uncast.kernels.mma_ops import (
     scores,
     store_group,
 )
-from uncast.kernels.schedule import find_work
 
 LAZY = gl.constexpr(6.0)
 NO_MAX = gl.constexpr(-1.0e30)

@@ -29,9 +29,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from uncast.kernels.find_work import find_work
 from uncast.kernels.gluon_compat import cta_barrier, smem_view, tma_load
 from uncast.kernels.pdl import grid_dependency_wait, launch_dependents
-from uncast.kernels.schedule import find_work
 from uncast.kernels.wgmma_ops import (
     HEADROOM,
     LN2,
@@ -46,7 +46,6 @@ from uncast.kernels.wgmma_ops import (
     needs_rescale,
     opaque_zero,
     power_of_two,
-    prepare_q,
     put_scalar,
     row_offsets,
     scale_sums,
@@ -54,6 +53,7 @@ from uncast.kernels.wgmma_ops import (
     seven_bits,
     store_outputs,
 )
+from uncast.kernels.wgmma_queries import prepare_q
 
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 """Layout of a view of scratch as indexable rows."""
