@@ -64,7 +64,7 @@ def moe(
 
 def in_planes(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """x [rows, columns] with its columns in the planes that the kernel wants for `weight`; contiguous."""
-    return x.view(x.shape[0], -1, _planes(weight)).transpose(1, 2).reshape(x.shape)
+    return x.reshape(x.shape[0], -1, _planes(weight)).transpose(1, 2).reshape(x.shape)
 
 
 def _capability(device: torch.device) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """x [n, columns] @ weight [rows, columns]^T, in x's dtype."""
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight)
-    if x.shape[0] <= MAX_KERNEL_ROWS and kernel_serves(x, weight):
+    if 0 < x.shape[0] <= MAX_KERNEL_ROWS and kernel_serves(x, weight):
         from uncast.quant.grouped import packed_linear  # needs Triton
 
         return packed_linear(x, weight)
