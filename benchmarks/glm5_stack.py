@@ -160,19 +160,27 @@ def measure_steps(
 
 def graph_time(runner: ModelRunner, step: Callable[[], object]) -> float:
     """Milliseconds of one step's forward pass replayed as a CUDA graph, its attention planned once."""
-    decoder, kept = runner._decoder, []
+    decoder = runner._decoder
+    calls: list[Callable[[], object]] = []
 
     class Keep:
-        def forward(self, batch: Any) -> torch.Tensor:
-            kept.append(batch)
-            return decoder.forward(batch)
+        """The decoder, taking note of how it is called."""
+
+        def __getattr__(self, name: str) -> Any:
+            method = getattr(decoder, name)
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                calls.append(lambda: method(*args, **kwargs))
+                return calls[-1]()
+
+            return noted if callable(method) else method
 
     runner._decoder = Keep()  # type: ignore[assignment]
     try:
         step()
     finally:
         runner._decoder = decoder
-    return graphed(lambda: decoder.forward(kept[0]))
+    return graphed(calls[0])
 
 
 def main() -> None:
