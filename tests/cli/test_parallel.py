@@ -12,12 +12,16 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.engine.test_parallel import ROOT, free_port
 from tests.tiny_model import build_model_folder
+from uncast.checkpoints.load import load_config, load_model
+from uncast.cli.parallel import ParallelError, Team
+from uncast.models.parallel import Parallel
 
 PROMPT = "the latent cache"
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "uncast"]
@@ -93,6 +97,14 @@ def test_a_server_of_two_drains_and_one_whose_rank_dies_ends(folder: Path) -> No
             assert re.search(r"uncast: rank [01] of 2 ends, because rank [01] has ended", err)
         else:
             assert "because rank" not in err and "uncast.engine" not in err
+
+
+def test_speculation_is_refused_in_a_crew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = SimpleNamespace(parallel=Parallel(0, 2), leads=True)
+    monkeypatch.setattr("uncast.cli.parallel.join_crew", lambda: crew)
+    with pytest.raises(ParallelError, match="speculation runs in one process"):
+        Team(load_config(folder), lambda parallel: load_model(folder, parallel=parallel), lambda: 1, drafts=True)
+    assert not Team(load_config(folder), lambda parallel: load_model(folder, parallel=parallel), lambda: 1).follows
 
 
 def test_a_model_that_two_cannot_share_is_one_sentence(tmp_path: Path) -> None:

@@ -38,12 +38,16 @@ class Team:
             options: of `ModelRunner`.
 
         Raises:
-            ParallelError: see `join_crew`; or the model cannot be shared by so many.
+            ParallelError: see `join_crew`; or the model cannot be shared by so many, or `drafts` among the options.
         """
         self._load, self._pages, self._options = load, pages, options
         self.crew = join_crew()
         if self.crew is not None:
             check_shares(config, self.crew.parallel.world)
+            if options.get("drafts"):  # draft steps are not among those that rank 0 sends
+                raise ParallelError(
+                    "speculation runs in one process: start it without torchrun, or without speculation"
+                )
 
     @property
     def follows(self) -> bool:
