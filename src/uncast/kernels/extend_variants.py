@@ -8,12 +8,13 @@ from typing import Any
 
 from uncast.kernels import merge_states, up_launch, up_project
 from uncast.kernels.unpack import INTEGER_FACTOR, NATIVE_ARCH
-from uncast.kernels.variant import CHIPS, MAX_SPILL_BYTES, Variant, types_of
+from uncast.kernels.variant import CHIPS, Variant, types_of
 from uncast.latent.layouts import row_layout
 
 NOPE, ROPE, RANK, VALUES = 192, 64, 512, 256
-SCALED_SPILL_BYTES = 1152
-"""fp8_ds_mla's up-projection holds a group's product beside the sum, 128 x 128 each: it spills, and was measured so."""
+UP_SPILL_BYTES = 1152
+"""Allowed of an up-projection: its accumulators (128 x 256, or two of 128 x 128 for fp8_ds_mla) fill the registers. It was
+measured with these tiles."""
 _OLD = tuple(chip for chip in CHIPS if chip < NATIVE_ARCH)
 _NEW = tuple(chip for chip in CHIPS if chip >= NATIVE_ARCH)
 
@@ -59,8 +60,7 @@ def _up_project(layout: str, native: bool, config: up_launch.UpConfig) -> Varian
         factor="*fp32", out="*fp16",
     )  # fmt: skip
     name = f"up_project_{layout}_{config.rows}x{config.channels}"
-    spill = SCALED_SPILL_BYTES if layout == "fp8_ds_mla" else MAX_SPILL_BYTES
-    return Variant(name, kernel, types, args, (), config.num_warps, config.num_stages, spill)
+    return Variant(name, kernel, types, args, (), config.num_warps, config.num_stages, UP_SPILL_BYTES)
 
 
 def _place_rope(layout: str, native: bool) -> Variant:
