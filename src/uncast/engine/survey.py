@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uncast.checkpoints.consistency import check_headers
 from uncast.checkpoints.files import CheckpointError, read_json
 from uncast.checkpoints.gguf_file import GgufFile, gguf_path
 from uncast.checkpoints.implied import implied_tensors
@@ -81,6 +82,8 @@ def survey(path: Path) -> Survey:
     if not stored:
         tensors = implied_tensors(config, declared)
         notes.append(f"no weights in this folder: bytes are implied by config.json, {_ASSUMED[declared.kind]}")
+    else:
+        check_headers(tensors, config, declared, path)
     found = modules(tensors, config.num_layers)
     if not any(module.part == "attention" for module in found):
         raise CheckpointError(f"{path} holds no attention weights under Hugging Face's names")
