@@ -44,7 +44,8 @@ class ActiveRequest:
         self.generated = 0
         self.generator = request.params.generator()
         self.penalties = Penalties(request.params, request.prompt, vocab)
-        self._matcher, self._decoder = StopMatcher(request.stop), tokenizer.stream()
+        self.grammar = None if request.grammar is None else request.grammar.begin()
+        self._matcher, self._decoder = StopMatcher(request.stop), tokenizer.stream(request.shown_special)
 
     @property
     def remaining(self) -> int:
@@ -59,12 +60,19 @@ class ActiveRequest:
     def takes_best(self) -> bool:
         """Whether the likeliest token is taken and nothing else is asked for."""
         params = self.request.params
-        return params.temperature == 0.0 and params.logprobs is None and not self.penalties.active
+        plain = params.temperature == 0.0 and params.logprobs is None and not self.penalties.active
+        return plain and self.grammar is None
 
     def choose(self, logits: torch.Tensor) -> tuple[int, TokenLogprob | None]:
-        """The next token from the model's logits float32 [vocab] on the host, and its log-probability if asked for."""
+        """The next token from the model's logits float32 [vocab] on the host, and its log-probability if asked for.
+
+        Raises:
+            GrammarError: no token follows the request's grammar.
+        """
         params = self.request.params
         changed = self.penalties.apply(logits) if self.penalties.active else logits
+        if self.grammar is not None:
+            changed = self.grammar.apply(changed)
         token = sample(changed, params, self.generator)
         if params.logprobs is None:
             return token, None
@@ -81,7 +89,11 @@ class ActiveRequest:
         self.sequence.tokens.append(token)
         self.penalties.count(token)
         self.generated += 1
+        if self.grammar is not None:
+            self.grammar.accept(token)
         text, stopped = self._matcher.push(self._decoder.push(token))
+        if self.grammar is not None and self.grammar.complete and not stopped:
+            text, stopped = text + self._rest(), True
         full = self.generated == self.request.max_tokens
         if full and not stopped:
             text += self._rest()
@@ -94,9 +106,9 @@ class ActiveRequest:
         """The last output of a request that was ended from outside."""
         return self.output(self._rest(), finish_reason="abort")
 
-    def failed(self, error: str) -> RequestOutput:
-        """The last output of a request whose next token cannot be chosen."""
-        return replace(self.output(self._rest(), finish_reason="error"), error=error)
+    def failed(self, error: str, *, grammar: bool = False) -> RequestOutput:
+        """The last output of a request whose next token cannot be chosen, perhaps because of its grammar."""
+        return replace(self.output(self._rest(), finish_reason="error"), error=error, grammar_failed=grammar)
 
     def _rest(self) -> str:
         """What is held back when nothing more comes; a stop string that the last bytes complete still cuts it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from uncast.engine.active import ActiveRequest
+from uncast.engine.grammar import GrammarError
 from uncast.engine.prefix_cache import PrefixCache
 from uncast.engine.request import NOT_FINITE, Request, RequestError, RequestOutput
 from uncast.engine.runner import ModelRunner, StepBytes
@@ -187,7 +188,10 @@ class Engine:
             elif active.takes_best or rows is None:
                 output = active.accept(best[index], None)
             else:
-                output = active.accept(*active.choose(rows[index]))
+                try:
+                    output = active.accept(*active.choose(rows[index]))
+                except GrammarError as error:
+                    output = active.failed(str(error), grammar=True)
             self._completion_tokens += len(output.token_ids)
             if output.finished:
                 self._finish(active, output)

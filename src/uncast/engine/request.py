@@ -5,8 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from uncast.engine.sampler import SamplingError, SamplingParams
+
+if TYPE_CHECKING:
+    from uncast.engine.grammar import Grammar
 
 __all__ = [
     "GenerationError", "Request", "RequestError", "RequestOutput", "SamplingError", "SamplingParams", "TokenLogprob",
@@ -62,6 +66,8 @@ class Request:
         stop: the text ends before the first of these strings; it is not part of the text.
         stop_token_ids: token ids that end the text, besides the model's own end tokens.
         ignore_eos: the model's own end tokens do not end the text (`stop_token_ids` still do).
+        grammar: what the tokens must follow; where nothing can follow any more the text ends ("stop").
+        shown_special: special tokens that are part of the text, as marks for whoever reads it.
         request_id: unique among the requests in the engine; made up when left out.
     """
 
@@ -71,6 +77,8 @@ class Request:
     stop: Seq[str] = ()
     stop_token_ids: Seq[int] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    shown_special: Seq[str] = ()
     request_id: str = field(default_factory=lambda: f"request-{next(_ids)}")
 
     def __post_init__(self) -> None:
@@ -137,6 +145,7 @@ class RequestOutput:
         cached_tokens: prompt tokens whose rows came from the prefix cache.
         completion_tokens: tokens generated so far, `token_ids` of all outputs together.
         error: what went wrong, one sentence, if finish_reason is "error"; else None.
+        grammar_failed: whether it was the request's grammar that went wrong.
     """
 
     request_id: str
@@ -149,6 +158,7 @@ class RequestOutput:
     cached_tokens: int
     completion_tokens: int
     error: str | None = None
+    grammar_failed: bool = False
 
     @property
     def finished(self) -> bool:

@@ -141,7 +141,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
     probabilities = torch.softmax((wide - wide.max()) / params.temperature, dim=-1)
     order = probabilities.argsort(descending=True, stable=True)
     ranked = probabilities[order]
-    keep = torch.ones_like(ranked, dtype=torch.bool)
+    keep = ranked > 0  # a token that a grammar rules out is never drawn, however the sums below are rounded
     if params.top_k:
         keep[min(params.top_k, keep.numel()) :] = False
     if params.top_p < 1.0:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,21 @@ class Tokenizer:
         piece: str | None = self._fast.id_to_token(token_id)
         return piece
 
-    def stream(self) -> IncrementalDecoder:
-        return IncrementalDecoder(self._fast)
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, without padding and truncation."""
+        text: str = self._fast.to_str()
+        return json.dumps({**json.loads(text), "padding": None, "truncation": None})
+
+    @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Tokens that decoding leaves out: text -> id."""
+        added = self._fast.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def stream(self, shown: Collection[str] = ()) -> IncrementalDecoder:
+        """A decoder; `shown` are special tokens that are part of its text."""
+        hidden = {number for text, number in self.special_ids.items() if text not in shown}
+        return IncrementalDecoder(self._fast, hidden if len(hidden) < len(self.special_ids) else None)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation rendered by the model's template.
@@ -106,13 +120,16 @@ class Tokenizer:
 class IncrementalDecoder:
     """Ids in, text out, holding back bytes until they are whole characters."""
 
-    def __init__(self, fast: FastTokenizer) -> None:
-        self._fast = fast
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, fast: FastTokenizer, hidden: Collection[int] | None = None) -> None:
+        """Args: hidden: ids without text; None hides every special token."""
+        self._fast, self._hidden = fast, hidden
+        self._stream = DecodeStream(skip_special_tokens=hidden is None)
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that became final with this token, often empty within a multi-token character."""
+        if self._hidden is not None and token_id in self._hidden:
+            return ""
         text = self._stream.step(self._fast, token_id) or ""
         self._held = [] if text else [*self._held, token_id]
         return text
@@ -120,5 +137,5 @@ class IncrementalDecoder:
     def flush(self) -> str:
         """The text of tokens held back at the end, with U+FFFD for what is no whole character."""
         held, self._held = self._held, []
-        text: str = self._fast.decode(held, skip_special_tokens=True) if held else ""
+        text: str = self._fast.decode(held, skip_special_tokens=self._hidden is None) if held else ""
         return text
