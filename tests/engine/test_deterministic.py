@@ -113,13 +113,15 @@ def test_the_model_itself_is_left_as_it_was(model: MLADecoder) -> None:
 
 def test_a_machine_that_cannot_keep_it_is_refused(model: MLADecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product whose last bits depend on the row's place in the tile is found before anything is served."""
-    honest = MLADecoder.forward
+    honest = MLADecoder.forward_hidden
 
-    def place_dependent(self: MLADecoder, batch: ForwardBatch) -> torch.Tensor:
-        logits = honest(self, batch)
-        return torch.cat([logits[:-1], logits[-1:] * (1 + 2**-20)])
+    def place_dependent(
+        self: MLADecoder, batch: ForwardBatch, *, every: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, hidden = honest(self, batch, every=every)
+        return torch.cat([logits[:-1], logits[-1:] * (1 + 2**-20)]), hidden
 
-    monkeypatch.setattr(MLADecoder, "forward", place_dependent)
+    monkeypatch.setattr(MLADecoder, "forward_hidden", place_dependent)
     with pytest.raises(RunnerError, match="deterministic mode cannot be kept here: a row's bits depend on its place"):
         ModelRunner(model, num_pages=2, page_size=PAGE, deterministic=True)
     ModelRunner(model, num_pages=2, page_size=PAGE)

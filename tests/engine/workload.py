@@ -24,10 +24,9 @@ class RecordingEngine(Engine):
 
     logits: defaultdict[str, list[torch.Tensor]]
 
-    def _choose(self, actives: list[ActiveRequest], logits: torch.Tensor) -> list[RequestOutput]:
-        for active, row in zip(actives, logits, strict=True):
-            self.logits[active.request.request_id].append(row.clone())
-        return super()._choose(actives, logits)
+    def _take(self, active: ActiveRequest, best: int, finite: bool, logits: torch.Tensor) -> RequestOutput:
+        self.logits[active.request.request_id].append(logits.clone())
+        return super()._take(active, best, finite, logits)
 
 
 def make_engine(
@@ -40,9 +39,14 @@ def make_engine(
     max_running: int = 8,
     max_step_tokens: int = 32,
     prefix_cache: bool = True,
+    speculate: int = 0,
 ) -> RecordingEngine:
-    runner = ModelRunner(model, kv_layout=kv_layout, num_pages=pages, page_size=PAGE, deterministic=deterministic)
-    config = EngineConfig(max_running=max_running, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache)
+    runner = ModelRunner(
+        model, kv_layout=kv_layout, num_pages=pages, page_size=PAGE, deterministic=deterministic, drafts=speculate > 0
+    )
+    config = EngineConfig(
+        max_running=max_running, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, speculate=speculate
+    )
     engine = RecordingEngine(runner, tokenizer, config)
     engine.logits = defaultdict(list)
     return engine

@@ -17,7 +17,7 @@ from uncast.checkpoints.gguf_source import GgufSource
 from uncast.checkpoints.shard import shard_layer
 from uncast.checkpoints.source import SafetensorsSource
 from uncast.models.config import ConfigError, ModelConfig
-from uncast.models.decoder import Layer, MLADecoder, MLAWeights
+from uncast.models.decoder import Layer, MLADecoder, MLAWeights, MTPLayer
 from uncast.models.indexer import IndexerWeights
 from uncast.models.layers import MLP, ExpertStack, MoE
 from uncast.models.parallel import Parallel, local_config
@@ -80,6 +80,7 @@ def load_model(
     keep_packed: bool = True,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
     parallel: Parallel | None = None,
+    mtp: bool = False,
 ) -> MLADecoder:
     """Loads a checkpoint, layer by layer: a folder with `config.json` and safetensors, or a GGUF file.
 
@@ -89,6 +90,7 @@ def load_model(
         keep_packed: MLPs, experts and projections stored as NVFP4 or FP8 blocks stay so; otherwise they are multiplied out.
         cache_bytes: of dequantised matrices kept on a CPU, see `DequantCache`.
         parallel: the group among whose ranks the model is shared; only this rank's part stays in memory.
+        mtp: load the layer that predicts the token after the next, too; see `mtp_refusal`.
 
     Raises:
         CheckpointError: in one sentence that names the file or tensor.
@@ -110,11 +112,33 @@ def load_model(
         rows = parallel.range_of(config.vocab_size)
         lm_head = lm_head[rows.start : rows.stop].clone()
         config = local_config(config, parallel)
-    model = MLADecoder(config, embed, layers, final_norm, lm_head, parallel=parallel)
+    drafts = loader.mtp() if mtp else None
+    model = MLADecoder(config, embed, layers, final_norm, lm_head, parallel=parallel, mtp=drafts)
     if note is not None:
         for sentence in loader.notes(layers):
             note(sentence)
     return model
+
+
+def mtp_refusal(folder: Path) -> str | None:
+    """Why a checkpoint's MTP layer cannot draft, one sentence; None if it can.
+
+    Raises:
+        CheckpointError: see `open_source`.
+    """
+    raw, source = open_source(folder)
+    config = _config(folder, raw, None)
+    if config.indexer is not None:
+        return f"{folder.name} has sparse attention, whose MTP layer uncast does not run: speculation is off"
+    if isinstance(source, GgufSource):
+        return f"{folder.name} is a GGUF file, whose MTP layer uncast does not read: speculation is off"
+    if _mtp_prefix(config) + "eh_proj.weight" not in source:
+        return f"{folder.name} has no MTP layer to draft with: speculation is off"
+    return None
+
+
+def _mtp_prefix(config: ModelConfig) -> str:
+    return f"model.layers.{config.num_layers}."
 
 
 def cache_scale_note(layers: Sequence[Layer]) -> str | None:
@@ -193,6 +217,24 @@ class LayerLoader:
             post_norm=self.get(prefix + "post_attention_layernorm.weight", config.hidden_size),
             mlp=mlp if mlp is not None else self.moe(prefix + "mlp."),
         )
+
+    def mtp(self) -> MTPLayer:
+        """The first MTP layer, which is stored as one more decoder layer. Copies of embedding and LM head that some checkpoints
+        keep beside it are not read: they are the model's own (DeepSeek-V3's README_WEIGHTS)."""
+        config, prefix = self.config, _mtp_prefix(self.config)
+        kind = "sparse" if prefix + "mlp.gate.weight" in self.source else "dense"
+        self.config = replace(config, num_layers=config.num_layers + 1, mlp_kinds=(*config.mlp_kinds, kind))
+        hidden = config.hidden_size
+        try:
+            return MTPLayer(
+                enorm=self.get(prefix + "enorm.weight", hidden),
+                hnorm=self.get(prefix + "hnorm.weight", hidden),
+                eh_proj=self.weight(prefix + "eh_proj.weight", hidden, 2 * hidden),
+                layer=self.layer(config.num_layers),
+                norm=self.get(prefix + "shared_head.norm.weight", hidden),
+            )
+        finally:
+            self.config = config
 
     def attention(self, prefix: str, index: int) -> MLAWeights:
         c, hidden = self.config, self.config.hidden_size

@@ -24,6 +24,8 @@ from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
 from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
 from uncast.cli.parallel import ParallelError, Team
+from uncast.cli.speculate import HELP as SPECULATE_HELP
+from uncast.cli.speculate import speculate_of
 from uncast.cli.summary import print_summary, summary
 from uncast.cli.weight_cache import add_weight_cache, weight_cache_bytes
 from uncast.engine.generate import Generation, stream
@@ -70,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--attention-backend", default="auto", help="auto, torch_cpu, gather_cast:torch_cpu, pool_cast:torch_cpu, ..."
     )
+    parser.add_argument("--speculate", default="off", metavar="auto|off|N", help=SPECULATE_HELP)
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens at most (default: 128)")
     parser.add_argument(
         "--temperature", type=float, help="0 is greedy (default: the model's generation_config.json, else 0)"
@@ -113,12 +116,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.page_size < 1:
         raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
     scales = scales_of(args.kv_scales, args.kv_cache_dtype, config)
+    speculate = speculate_of(args.speculate, folder)
 
     def load(parallel: Parallel | None) -> MLADecoder:
         layout, cache = args.kv_cache_dtype if scales is None else "auto", weight_cache_bytes(args)
         model = load_with_bar(
-            folder, config.num_layers, quiet=args.json, kv_layout=layout, parallel=parallel, cache_bytes=cache
-        )
+            folder, config.num_layers, quiet=args.json, kv_layout=layout, parallel=parallel, cache_bytes=cache,
+            mtp=speculate.drafts,
+        )  # fmt: skip
         if scales is not None:
             apply_kv_scales(model, scales)
         return model
@@ -130,12 +135,22 @@ def _run(args: argparse.Namespace) -> int:
         kv_layout=args.kv_cache_dtype,
         attention_backend=args.attention_backend,
         page_size=args.page_size,
+        drafts=speculate.drafts,
     )
     if team.follows:
         return team.follow()
     runner = team.runner()
-    result = Generation(prompt_tokens=len(ids))
-    pieces = stream(runner, tokenizer, ids, params, max_tokens=args.max_tokens, stop=args.stop, result=result)
+    result = Generation(prompt_tokens=len(ids), speculation=_off(speculate.reason))
+    pieces = stream(
+        runner,
+        tokenizer,
+        ids,
+        params,
+        max_tokens=args.max_tokens,
+        stop=args.stop,
+        result=result,
+        speculate=speculate.count,
+    )
     for piece in pieces:
         if not args.json:
             print(piece, end="", flush=True)
@@ -147,6 +162,10 @@ def _run(args: argparse.Namespace) -> int:
         print()
         print_summary(facts, runner, result)
     return 0
+
+
+def _off(reason: str | None) -> str:
+    return "off" if reason is None else f"off: {reason.removesuffix(': speculation is off')}"
 
 
 def _sampling(args: argparse.Namespace, folder: Path, vocab_size: int) -> SamplingParams:
@@ -166,12 +185,14 @@ def load_with_bar(
     kv_layout: str = "auto",
     parallel: Parallel | None = None,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
+    mtp: bool = False,
 ) -> MLADecoder:
     """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar and the checkpoint's notes on stderr.
 
     Args:
         kv_layout: of the cache; with `fp8_e4m3` missing scales are noted.
         parallel: the group that shares the model; only rank 0 shows anything.
+        mtp: load the MTP layer, too.
         cache_bytes: see `load_model`.
 
     Raises:
@@ -188,7 +209,7 @@ def load_with_bar(
         try:
             model = load_model(
                 folder, dtype=dtype, device=device, note=notes.append, parallel=parallel, cache_bytes=cache_bytes,
-                progress=lambda done, _: bar.update(task, completed=done),
+                mtp=mtp, progress=lambda done, _: bar.update(task, completed=done),
             )  # fmt: skip
         except DamagedCheckpoint as error:
             raise WorkError(str(error)) from None

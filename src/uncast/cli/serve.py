@@ -24,6 +24,8 @@ from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
 from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
 from uncast.cli.parallel import ParallelError, Team
+from uncast.cli.speculate import HELP as SPECULATE_HELP
+from uncast.cli.speculate import Speculate, speculate_of
 from uncast.cli.weight_cache import add_weight_cache, weight_cache_bytes
 from uncast.engine.async_engine import AsyncEngine
 from uncast.engine.core import Engine, EngineConfig
@@ -69,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_weight_cache(parser)
     add("--attention-backend", default="auto", help="auto, torch_cpu, gather_cast:torch_cpu, pool_cast:torch_cpu, ...")
     add("--deterministic", action="store_true", help="a seeded request's text is the same in every batch, bit for bit")
+    add("--speculate", default="off", metavar="auto|off|N", help=SPECULATE_HELP)
     add("--page-size", type=int, default=64, help="cache rows per page, a power of two 1..128 (default: 64)")
     add("--kv-pool-tokens", type=int, help="rows of the KV pool (default: what memory allows, 1 GiB on a CPU)")
     add("--max-running", type=int, default=limits.max_running, help="requests in one batch (default: %(default)s)")
@@ -118,10 +121,12 @@ def _run(args: argparse.Namespace) -> int:
     scales, cache = scales_of(args.kv_scales, args.kv_cache_dtype, config), weight_cache_bytes(args)
     if args.max_queue < 1:
         raise ValueError(f"max_queue is {args.max_queue}: at least 1 is needed")
+    speculate = speculate_of(args.speculate, folder)
     limits = EngineConfig(
         max_running=args.max_running,
         max_waiting=args.max_queue,
         max_step_tokens=max(args.max_running, EngineConfig.max_step_tokens),
+        speculate=speculate.count,
     )
     server_config = ServerConfig(
         model_name=args.served_model_name or (args.model if args.model in BUNDLED else folder.resolve().name),
@@ -134,7 +139,9 @@ def _run(args: argparse.Namespace) -> int:
 
     def load_model(parallel: Parallel | None) -> MLADecoder:
         layout = args.kv_cache_dtype if scales is None else "auto"
-        model = load_with_bar(folder, config.num_layers, kv_layout=layout, parallel=parallel, cache_bytes=cache)
+        model = load_with_bar(
+            folder, config.num_layers, kv_layout=layout, parallel=parallel, cache_bytes=cache, mtp=speculate.drafts
+        )
         if scales is not None:
             apply_kv_scales(model, scales)
         return model
@@ -142,11 +149,12 @@ def _run(args: argparse.Namespace) -> int:
     team = Team(
         config,
         load_model,
-        lambda: _pool_pages(args, config),
+        lambda: _pool_pages(args, config, speculate),
         kv_layout=args.kv_cache_dtype,
         attention_backend=args.attention_backend,
         page_size=args.page_size,
         deterministic=args.deterministic,
+        drafts=speculate.drafts,
     )
     if team.follows:
         return team.follow()
@@ -155,8 +163,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.host not in _LOCAL_HOSTS and server_config.api_key is None:
         _say("warning: other machines can use this server without an API key")
 
+    if speculate.reason is not None:
+        _say(f"note: --speculate auto: {speculate.reason}")
+
     def load() -> AsyncEngine:
-        return AsyncEngine(Engine(team.runner(), tokenizer, limits))
+        engine = Engine(team.runner(), tokenizer, limits)
+        if engine.speculation is not None:
+            engine.speculation.say = _say
+        return AsyncEngine(engine)
 
     code = asyncio.run(serve(ServerState(server_config), sock, load, _say))
     team.leave()
@@ -173,7 +187,7 @@ def _check_cache_options(args: argparse.Namespace, config: ModelConfig) -> None:
         create(args.attention_backend)
 
 
-def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:
+def _pool_pages(args: argparse.Namespace, config: ModelConfig, speculate: Speculate) -> int:
     """Pages for `--kv-pool-tokens`, else for the memory there is, but no more than a full batch of full contexts."""
     tokens = args.kv_pool_tokens
     if tokens is None:
@@ -181,7 +195,7 @@ def _pool_pages(args: argparse.Namespace, config: ModelConfig) -> int:
         free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
         budget = int(free * _GPU_POOL_SHARE) if torch.cuda.is_available() else _CPU_POOL_BYTES
         full = int(args.max_running) * config.max_position_embeddings
-        tokens = min(budget // token_bytes(config, layout), full)
+        tokens = min(budget // token_bytes(config, layout, drafts=speculate.drafts), full)
     return max(1, -(-int(tokens) // int(args.page_size)))
 
 

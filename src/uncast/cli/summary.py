@@ -26,6 +26,9 @@ def summary(runner: ModelRunner, result: Generation) -> dict[str, Any]:
         "kv_bytes_written_per_step": step.written,
         "pool_cast_bytes_per_step": step.pool_cast,
         "saturated_subnormal_nan": runner.counters.tolist(),
+        "speculation": result.speculation,
+        "drafted_tokens": result.drafted,
+        "accepted_draft_tokens": result.accepted,
         "attention_backend": runner.attention_backend,
         "kv_cache_dtype": runner.pool.layout.name,
     }
@@ -43,6 +46,9 @@ def print_summary(facts: dict[str, Any], runner: ModelRunner, result: Generation
     lines.append(
         ("tokens", f"{result.tokens} new after {result.prompt_tokens} of prompt, {result.tokens_per_s:.1f} tokens/s")
     )
+    if result.speculation != "off":
+        share = f", {result.accepted} of {result.drafted} accepted ({result.accepted / result.drafted:.0%})"
+        lines.append(("speculation", f"{result.speculation}{share if result.drafted else ''}"))
     lines.append(("cache", f"{facts['kv_cache_dtype']}, {facts['kv_bytes_per_token_layer']} B per token and layer"))
     indexer, what = runner.model.config.indexer, "live rows"
     if indexer is not None:

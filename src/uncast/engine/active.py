@@ -57,6 +57,12 @@ class ActiveRequest:
         return self.sequence.cached < len(self.request.prompt)
 
     @property
+    def can_draft(self) -> bool:
+        """Whether the MTP layer has all rows of this request and its first guess."""
+        mtp = self.sequence.mtp
+        return mtp is not None and mtp.token is not None and mtp.cached == self.sequence.cached
+
+    @property
     def takes_best(self) -> bool:
         """Whether the likeliest token is taken and nothing else is asked for."""
         params = self.request.params

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from uncast.engine.active import ActiveRequest
+from uncast.engine.drafter import Drafter
 from uncast.engine.grammar import GrammarError
 from uncast.engine.prefix_cache import PrefixCache
-from uncast.engine.request import NOT_FINITE, Request, RequestError, RequestOutput
+from uncast.engine.request import NOT_FINITE, Request, RequestError, RequestOutput, TokenLogprob
 from uncast.engine.runner import ModelRunner, StepBytes
 from uncast.engine.scheduler import Scheduler
+from uncast.engine.speculation import Speculation
 from uncast.engine.stats import EngineStats
 from uncast.engine.tokenizer import Tokenizer
 
@@ -26,12 +28,15 @@ class EngineConfig:
         max_waiting: requests in the queue at most; `AsyncEngine.submit` raises `QueueFull` beyond.
         max_step_tokens: tokens of one forward step; decodes come first, prefill chunks share the rest.
         prefix_cache: keep full pages of finished requests for later prompts that begin with the same tokens.
+        speculate: tokens that the MTP layer drafts per request and step; None measures what helps. Has effect on a runner with
+            `drafts` only.
     """
 
     max_running: int = 64
     max_waiting: int = 256
     max_step_tokens: int = 256
     prefix_cache: bool = True
+    speculate: int | None = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` naming the field."""
@@ -51,12 +56,15 @@ class Engine:
     Attributes:
         config, runner, tokenizer: as given; the engine takes the runner's whole pool for itself.
         scheduler: who waits, runs and is swapped out.
+        speculation: draft counts and what came of them; None if the runner does not draft.
     """
 
     def __init__(self, runner: ModelRunner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
         self.config = EngineConfig() if config is None else config
         self.runner, self.tokenizer = runner, tokenizer
-        self.prefix_cache = PrefixCache(runner.pool) if self.config.prefix_cache else None
+        self.prefix_cache = PrefixCache(runner.pool, lookahead=runner.drafts) if self.config.prefix_cache else None
+        self.speculation = Speculation(self.config.speculate) if runner.drafts else None
+        self._drafter = Drafter(runner)
         self.scheduler = Scheduler(
             runner.pool,
             max_running=self.config.max_running,
@@ -122,15 +130,29 @@ class Engine:
         if not self._active:
             return []
         began = time.perf_counter()
+        if self.speculation is not None:
+            self.scheduler.keeps_up = self.speculation.keeps_up
         chunks = self.scheduler.schedule()
         self._prompt_tokens += sum(count for active, count in chunks if active.prefilling)
-        logits = self.runner.step([(active.sequence, count) for active, count in chunks])
-        for active, _ in chunks:
-            self.scheduler.keep_full_pages(active)
-        # A chunk that ends before its prompt does has nothing to choose.
-        complete = [row for row, (active, _) in enumerate(chunks) if not active.remaining]
-        outputs = self._choose([chunks[row][0] for row in complete], logits[complete]) if complete else []
+        decoding = sum(not active.prefilling for active, _ in chunks)
+        wanted = 0 if self.speculation is None else self.speculation.count(decoding)
+        drafting = self._draft(chunks, wanted)
+        logits = self.runner.step([(active.sequence, count + len(active.sequence.drafts)) for active, count in chunks])
+        if self.speculation is None:  # with drafts only what was accepted is kept, and with the token after it
+            for active, _ in chunks:
+                self.scheduler.keep_full_pages(active)
+        outputs = self._choose([active for active, _ in chunks], logits)
+        chosen = time.perf_counter()
+        self._keep_up(chunks)
+        for output in outputs:
+            if output.finished:
+                self._finish(self._active[output.request_id], output)
         self._count(time.perf_counter() - began)
+        if self.speculation is not None and decoding:
+            seconds = (time.perf_counter() if wanted else chosen) - began
+            self.speculation.rest()
+            if decoding == len(chunks) and drafting in (decoding, 0) and (drafting > 0) == (wanted > 0):
+                self.speculation.observe(decoding, wanted, seconds)
         return outputs
 
     def check_integrity(self) -> None:
@@ -168,35 +190,86 @@ class Engine:
             cache_bytes_needed_total=self._bytes.needed,
             cache_bytes_read_total=self._bytes.read,
             cache_bytes_written_total=self._bytes.written,
+            speculating=self.speculation is not None and self.speculation.keeps_up,
+            draft_tokens_total=0 if self.speculation is None else self.speculation.drafted,
+            draft_tokens_accepted_total=0 if self.speculation is None else self.speculation.accepted,
             saturated_total=saturated,
             subnormal_total=subnormal,
             nan_total=nan,
         )
 
+    def _draft(self, chunks: list[tuple[ActiveRequest, int]], count: int) -> int:
+        """Drafts up to `count` tokens for each decoding request that can; how many requests did."""
+        wanted = self.scheduler.reserve_drafts(chunks, count)
+        self._drafter.draft([(active.sequence, drafts) for active, drafts in wanted])
+        return len(wanted)
+
     def _choose(self, actives: list[ActiveRequest], logits: torch.Tensor) -> list[RequestOutput]:
-        """Samples from logits [len(actives), vocab], each request by its own parameters and random numbers.
+        """Samples from a step's logits [rows, vocab], each request by its own parameters and random numbers.
+
+        A request has a row for its last token and one for each draft. A draft stays if it is what the request chooses at its
+        place anyway; the first other choice takes its place and ends the request's rows. So drafts change no choice and no
+        random number. (For a fixed guess this is rejection sampling: it is accepted with its probability.)
 
         A row whose largest logit is not finite (any NaN, any +inf, or nothing but -inf) ends its request with an error.
         """
         largest, place = logits.max(-1)
         best, finite = place.tolist(), largest.isfinite().tolist()
-        rows = None if all(active.takes_best for active in actives) else logits.cpu()
-        outputs = []
-        for index, active in enumerate(actives):
-            if not finite[index]:
-                output = active.failed(NOT_FINITE)
-            elif active.takes_best or rows is None:
-                output = active.accept(best[index], None)
-            else:
-                try:
-                    output = active.accept(*active.choose(rows[index]))
-                except GrammarError as error:
-                    output = active.failed(str(error), grammar=True)
-            self._completion_tokens += len(output.token_ids)
-            if output.finished:
-                self._finish(active, output)
-            outputs.append(output)
+        rows = logits if all(active.takes_best for active in actives) else logits.cpu()
+        outputs: list[RequestOutput] = []
+        first = 0
+        for active in actives:
+            sequence = active.sequence
+            drafts, sequence.drafts = sequence.drafts, []
+            sequence.cached -= len(drafts)
+            if not active.remaining:  # else the chunk ends before its prompt does and has nothing to choose
+                for index in range(first, first + 1 + len(drafts)):
+                    outputs.append(self._take(active, best[index], finite[index], rows[index]))
+                    draft = index - first
+                    if outputs[-1].finished or draft == len(drafts) or sequence.tokens[-1] != drafts[draft]:
+                        break
+                    sequence.cached += 1
+                self._count_drafts(len(drafts), index - first)
+            first += 1 + len(drafts)
         return outputs
+
+    def _take(self, active: ActiveRequest, best: int, finite: bool, logits: torch.Tensor) -> RequestOutput:
+        """The output of the next token from one row of logits [vocab], whose likeliest token is `best`; they are on the host
+        unless every request takes its best."""
+        if not finite:
+            return active.failed(NOT_FINITE)
+        if active.takes_best:
+            choice: tuple[int, TokenLogprob | None] = (best, None)
+        else:
+            try:
+                choice = active.choose(logits)
+            except GrammarError as error:
+                return active.failed(str(error), grammar=True)
+        output = active.accept(*choice)
+        self._completion_tokens += len(output.token_ids)
+        return output
+
+    def _count_drafts(self, drafted: int, accepted: int) -> None:
+        if self.speculation is not None and drafted:
+            self.speculation.verified(drafted, accepted)
+
+    def _keep_up(self, chunks: list[tuple[ActiveRequest, int]]) -> None:
+        """Rows of the MTP layer for what the step ran and the choice kept; then pages that are full by now can be shared."""
+        if self.speculation is None:
+            return
+        new = []
+        for (active, _), hidden in zip(chunks, self.runner.hidden, strict=True):
+            sequence, mtp = active.sequence, active.sequence.mtp
+            known = min(sequence.cached, len(sequence.tokens) - 1)  # an end token is not among a sequence's tokens
+            if mtp is None:
+                continue
+            if not self.speculation.keeps_up:
+                sequence.mtp = None
+            elif known > mtp.cached:
+                new.append((sequence, hidden[: known - mtp.cached]))
+        self._drafter.keep_up(new)
+        for active, _ in chunks:
+            self.scheduler.keep_full_pages(active)
 
     def _finish(self, active: ActiveRequest, output: RequestOutput) -> None:
         assert output.finish_reason is not None

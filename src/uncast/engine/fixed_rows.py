@@ -46,8 +46,18 @@ def with_fixed_rows(model: MLADecoder) -> MLADecoder:
     `model` itself is unchanged."""
     layers = [replace(layer, mlp=_fixed(layer.mlp)) for layer in model.layers]
     parallel = None if model.parallel is None else replace(model.parallel, ordered=True)
+    mtp = model.mtp
+    if mtp is not None:
+        mtp = replace(mtp, layer=replace(mtp.layer, mlp=_fixed(mtp.layer.mlp)))
     return MLADecoder(
-        model.config, model.embed, layers, model.final_norm, model.lm_head, prefill="absorbed", parallel=parallel
+        model.config,
+        model.embed,
+        layers,
+        model.final_norm,
+        model.lm_head,
+        prefill="absorbed",
+        parallel=parallel,
+        mtp=mtp,
     )
 
 

@@ -24,9 +24,11 @@ class Generation:
         text, tokens: the output (stop strings and end tokens excluded from text).
         prompt_tokens: tokens of the prompt.
         prefill_s, decode_s: seconds until the first token, and for the others.
-        decode_steps: forward steps of one token.
+        decode_steps: tokens after the first, an end token included.
         finish_reason: "stop" or "length".
         step_bytes: cache bytes of the last step.
+        drafted, accepted: tokens that the MTP layer drafted, and those that became text.
+        speculation: what was done about drafts, in words.
     """
 
     prompt_tokens: int
@@ -37,6 +39,9 @@ class Generation:
     decode_steps: int = 0
     finish_reason: str = "length"
     step_bytes: StepBytes | None = None
+    drafted: int = 0
+    accepted: int = 0
+    speculation: str = "off"
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,6 +58,7 @@ def stream(
     max_tokens: int,
     stop: Seq[str] = (),
     result: Generation,
+    speculate: int | None = 0,
 ) -> Iterator[str]:
     """Yields text as it becomes final and fills `result`; the pages are given back at the end, also when closed early.
 
@@ -60,7 +66,9 @@ def stream(
         RequestError: the request is malformed or longer than the model or the pool allows.
         GenerationError: the model's logits are not finite; raised after the text until then.
     """
-    limits = EngineConfig(max_running=1, max_waiting=1, max_step_tokens=PREFILL_CHUNK, prefix_cache=False)
+    limits = EngineConfig(
+        max_running=1, max_waiting=1, max_step_tokens=PREFILL_CHUNK, prefix_cache=False, speculate=speculate
+    )
     engine = Engine(runner, tokenizer, limits)
     request = Request(prompt, params, max_tokens, stop)
     engine.add(request)
@@ -69,6 +77,9 @@ def stream(
         while engine.has_work:
             outputs = engine.step()
             result.step_bytes = runner.last_step_bytes()
+            if engine.speculation is not None:
+                result.drafted, result.accepted = engine.speculation.drafted, engine.speculation.accepted
+                result.speculation = engine.speculation.describe()
             for output in outputs:
                 now = time.perf_counter()
                 if first:

@@ -28,7 +28,7 @@ class LeadingRunner(ModelRunner):
         self._crew = crew
         self.pool.after_copy_in = self._send_pages
 
-    def _forward(self, batch: Batch, pool: PagedPool) -> torch.Tensor:
+    def _forward(self, batch: Batch, pool: PagedPool) -> tuple[torch.Tensor, torch.Tensor]:
         if self._crew is not None:
             b = batch
             self._crew.tell(Step(b.ids, b.positions, b.slots, b.tables, b.kv_lens, b.ends, b.wanted))

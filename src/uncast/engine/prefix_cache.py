@@ -6,6 +6,9 @@ every token up to its own. Two requests whose prompts begin with the same full p
 Page ownership (pool refcounts): the tree owns each of its pages once, and every running request that uses one owns it once
 more. A request that owns a node's page owns those of all nodes above it, so below an idle node (refcount 1) all are idle, and
 every idle page can be evicted: leaves first, the least recently used first.
+
+With an MTP layer (`lookahead`) a page is known by its tokens and the one after them, because its last row in that layer depends
+on it. Pages of requests whose MTP rows were not kept up are marked: whoever finds one does not draft.
 """
 
 from __future__ import annotations
@@ -20,21 +23,30 @@ Key = tuple[int, ...]
 
 
 class PrefixNode:
-    """One full page in the tree."""
+    """One full page in the tree.
 
-    __slots__ = ("children", "key", "last_used", "page", "parent")
+    Attributes:
+        drafts: the page's rows in the MTP layer are there, too, as are those of all nodes above.
+    """
+
+    __slots__ = ("children", "drafts", "key", "last_used", "page", "parent")
 
     def __init__(self, parent: PrefixNode | None, key: Key, page: int) -> None:
         self.parent, self.key, self.page = parent, key, page
         self.children: dict[Key, PrefixNode] = {}
         self.last_used = 0
+        self.drafts = True
 
 
 class PrefixCache:
-    """Finds, keeps and evicts pages by the tokens they stand for."""
+    """Finds, keeps and evicts pages by the tokens they stand for.
 
-    def __init__(self, pool: PagedPool) -> None:
-        self.pool = pool
+    Attributes:
+        lookahead: 1 where a page's key has the token after the page as well, else 0.
+    """
+
+    def __init__(self, pool: PagedPool, *, lookahead: bool = False) -> None:
+        self.pool, self.lookahead = pool, int(lookahead)
         self.root = PrefixNode(None, (), -1)
         self._leaves: set[PrefixNode] = set()
         self._size, self._clock = 0, 0
@@ -43,8 +55,13 @@ class PrefixCache:
         """Pages in the tree."""
         return self._size
 
+    def key(self, tokens: Seq[int], index: int) -> Key:
+        """What page number `index` of a request with these tokens is known by."""
+        size = self.pool.page_size
+        return tuple(tokens[index * size : (index + 1) * size + self.lookahead])
+
     def match(self, tokens: Seq[int], limit: int) -> tuple[list[int], PrefixNode]:
-        """The longest known path of full pages within `tokens[:limit]`.
+        """The longest known path of full pages within `tokens[:limit]`; with lookahead there must be a token at `limit`.
 
         Returns:
             Its pages, each owned once more (the caller releases them), and its last node.
@@ -52,7 +69,7 @@ class PrefixCache:
         node, pages, size = self.root, [], self.pool.page_size
         self._clock += 1
         for start in range(0, limit - size + 1, size):
-            child = node.children.get(tuple(tokens[start : start + size]))
+            child = node.children.get(self.key(tokens, start // size))
             if child is None:
                 break
             child.last_used = self._clock
@@ -61,7 +78,7 @@ class PrefixCache:
         self.pool.retain(pages)
         return pages, node
 
-    def extend(self, node: PrefixNode, key: Key, page: int) -> PrefixNode | None:
+    def extend(self, node: PrefixNode, key: Key, page: int, *, drafts: bool = True) -> PrefixNode | None:
         """Makes `page`, which the caller owns, the page of `node`'s child for the tokens `key`; the tree then owns it too.
 
         A child that is there already has a page of its own. If that is idle, `page` takes its place. If other requests use it
@@ -71,6 +88,7 @@ class PrefixCache:
         child = node.children.get(key)
         if child is None:
             child = node.children[key] = PrefixNode(node, key, page)
+            child.drafts = drafts and node.drafts
             self.pool.retain([page])
             self._leaves.discard(node)
             self._leaves.add(child)
@@ -78,7 +96,7 @@ class PrefixCache:
         elif child.page != page and self._idle(child):
             self.pool.retain([page])
             self.pool.release([child.page])
-            child.page = page
+            child.page, child.drafts = page, drafts and node.drafts
         elif child.page != page and not self._same_bytes(child.page, page):
             return None
         self._clock += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch.profiler import record_function
@@ -13,6 +13,7 @@ from uncast.attention.metadata import arch_of
 from uncast.engine.batch import Batch
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
+from uncast.engine.sequence import MTPState, Rows, Sequence, tiles, whole
 from uncast.engine.step_bytes import StepBytes, step_bytes
 from uncast.latent.codec import new_counters
 from uncast.latent.index_keys import IndexLayout, index_layout, matching_layout
@@ -24,21 +25,9 @@ from uncast.models.indexer import IndexCache
 from uncast.verify.indexer_probe import probe_indexer
 from uncast.verify.probe import probe_combination
 
-__all__ = ["ModelRunner", "RunnerError", "Sequence", "StepBytes"]
+__all__ = ["MTPState", "ModelRunner", "Rows", "RunnerError", "Sequence", "StepBytes"]
 
 _NO_MEMORY = ("allocate memory", "out of memory", "overflow", "Overflow")
-
-
-@dataclass
-class Sequence:
-    """One request's tokens and where their rows are.
-
-    Token ownership: `tokens[:cached]` have rows in `pages`; `tokens[cached:]` are still to be run.
-    """
-
-    tokens: list[int]
-    pages: list[int] = field(default_factory=list)
-    cached: int = 0
 
 
 class RunnerError(RuntimeError):
@@ -52,6 +41,7 @@ def _pool(
     page_size: int,
     device: torch.device,
     keys: IndexLayout | None,
+    more_layers: int = 0,
 ) -> PagedPool:
     """A pool for the model's rows and, with an indexer, its keys.
 
@@ -61,7 +51,7 @@ def _pool(
     try:
         return PagedPool(
             layout,
-            num_layers=config.num_layers,
+            num_layers=config.num_layers + more_layers,
             num_pages=num_pages,
             page_size=page_size,
             device=device,
@@ -84,7 +74,9 @@ class ModelRunner:
     """A model, its pool and its attention.
 
     Attributes:
-        pool: the paged latent cache of all layers.
+        pool: the paged latent cache of all layers; with `drafts` the MTP layer's is the last.
+        drafts: whether the model's MTP layer is run.
+        hidden: with `drafts`, of each chunk of the last step the hidden states [count, hidden_size] after the final norm.
         counters: int64 [3], saturated, subnormal and NaN values written so far.
         deterministic: a sequence's logits are the same bits in every batch; see `fixed_rows`.
     """
@@ -99,10 +91,12 @@ class ModelRunner:
         page_size: int = 64,
         deterministic: bool = False,
         index_layout_name: str = "auto",
+        drafts: bool = False,
     ) -> None:
         """Builds the pool and probes decode and extend of its own shapes.
 
         Args:
+            drafts: room for the MTP layer's rows, and hidden states for it; see `uncast.engine.drafter`.
             index_layout_name: of the indexer's keys, if the model has one; `auto` goes with `kv_layout`.
 
         Raises:
@@ -114,7 +108,12 @@ class ModelRunner:
         layout = row_layout(kv_layout, config.kv_lora_rank, config.qk_rope_head_dim)
         self.model, self.page_size, self.deterministic = model, page_size, deterministic
         keys = None if config.indexer is None else _index_layout(index_layout_name, layout, config.indexer.head_dim)
-        self.pool = _pool(config, layout, num_pages, page_size, model.device, keys)
+        if drafts and (model.mtp is None or config.indexer is not None):
+            raise RunnerError(
+                "this model cannot draft: speculation needs an MTP layer and attention that is not sparse"
+            )
+        self.drafts, self.hidden = drafts, list[torch.Tensor]()
+        self.pool = _pool(config, layout, num_pages, page_size, model.device, keys, int(drafts))
         self.attention = MLAPagedAttention(attention_backend)
         self.counters = new_counters(model.device)
         self._decoder = with_fixed_rows(model) if deterministic else model
@@ -122,6 +121,8 @@ class ModelRunner:
         longest = min(num_pages * page_size, config.max_position_embeddings)
         self._max_topk = config.indexer.topk if config.indexer is not None and config.indexer.topk < longest else 0
         self._plans: list[AttentionPlan] = []
+        self._draft_plans: list[tuple[AttentionPlan, int]] = []
+        self._draft_rows = 0
         self._chunks: list[tuple[int, int]] = []
         self.attention_backend = self._warm_up()
 
@@ -171,20 +172,37 @@ class ModelRunner:
         self.pool.release(pages)
 
     def step(self, chunks: Seq[tuple[Sequence, int]], *, every_token: bool = False) -> torch.Tensor:
-        """Runs the next `count` uncached tokens of each sequence; pages must be there.
+        """Runs the next `count` uncached tokens of each sequence, its drafts included; pages must be there.
 
         Returns:
-            float32 [len(chunks), vocab]: logits after each chunk's last token; with `every_token`, after each token of all
-            chunks in order.
+            float32 [rows, vocab]: logits after each chunk's last token, of a sequence with drafts after its last token and each
+            draft; with `every_token`, after each token of all chunks in order.
         """
-        batches = self._tiles(chunks, every_token) if self.deterministic else [self._whole(chunks, every_token)]
+        rows = []
+        for sequence, count in chunks:
+            start, end = sequence.cached, sequence.cached + count
+            rows.append(Rows(sequence, start, end, start if every_token else end - 1 - len(sequence.drafts)))
+        batches = self.batches(rows)
         self._plans = []
-        with record_function(step_label([(sequence.cached + count, count) for sequence, count in chunks])):
-            logits = [self._forward(batch, self.pool) for batch in batches]
+        with record_function(step_label([(row.end, row.end - row.start) for row in rows])):
+            results = [self._forward(batch, self.pool) for batch in batches]
         for sequence, count in chunks:
             sequence.cached += count
         self._chunks = [(sequence.cached, count) for sequence, count in chunks]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        if self.drafts:
+            hidden = torch.cat([result[1] for result in results])[: sum(count for _, count in chunks)]
+            self.hidden = list(torch.split(hidden, [count for _, count in chunks]))
+        return results[0][0] if len(results) == 1 else torch.cat([result[0] for result in results])
+
+    def batches(self, rows: Seq[Rows], shift: int = 0) -> list[Batch]:
+        """What passes these rows take, in order: one or, in deterministic mode, tiles of which the last is filled up.
+
+        Args:
+            shift: the row at position i holds token i + shift.
+        """
+        if self.deterministic:
+            return tiles(rows, shift, self.page_size)
+        return [whole(rows, shift, self.page_size)]
 
     def run_batch(self, batch: Batch) -> None:
         """Runs rows that another process's runner has laid out; the pages are that runner's concern."""
@@ -199,52 +217,74 @@ class ModelRunner:
         """
         if not self._plans:
             raise RunnerError("no step was run yet")
-        return step_bytes(self.model.config, self.pool, self._plans, self._chunks)
+        return step_bytes(self.model.config, self.pool, self._plans, self._chunks, self._draft_plans, self._draft_rows)
 
     def _topk(self, batch: Batch) -> int:
         """0 where no request has more tokens than it may select: dense attention is the same then, and faster. In deterministic
         mode a row's code must not depend on its batch, so that every step is sparse."""
         return self._max_topk if self.deterministic or max(batch.kv_lens) > self._max_topk else 0
 
-    def _slot(self, sequence: Sequence, position: int) -> int:
-        return sequence.pages[position // self.page_size] * self.page_size + position % self.page_size
+    def _forward(self, batch: Batch, pool: PagedPool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the wanted rows and, with `drafts`, hidden states of every row; in deterministic mode the last projection,
+        too, sees the whole tile or nothing."""
+        self._plans.append(self._plan(batch, pool))
+        logits, hidden = self._decoder.forward_hidden(self._inputs(batch, pool), every=self.drafts)
+        return self._wanted(batch, logits), hidden
 
-    def _whole(self, chunks: Seq[tuple[Sequence, int]], every_token: bool) -> Batch:
-        """One batch in which each chunk is one request of `count` query rows."""
-        batch = Batch()
-        for sequence, count in chunks:
-            end = sequence.cached + count
-            for position in range(sequence.cached, end):
-                batch.add(sequence.tokens[position], position, self._slot(sequence, position))
-            batch.close(sequence.pages, end)
-        batch.wanted = list(range(batch.ends[-1])) if every_token else [end - 1 for end in batch.ends[1:]]
-        return batch
+    def begin_drafts(self) -> None:
+        """Begins a step of which passes of the MTP layer are a part; its bytes are counted from here on."""
+        self._draft_plans, self._draft_rows = [], 0
 
-    def _tiles(self, chunks: Seq[tuple[Sequence, int]], every_token: bool) -> list[Batch]:
-        """Batches of `ROW_TILE` rows, each row a request of its own, in the chunks' order; the last one is filled up."""
-        tiles: list[Batch] = []
-        for sequence, count in chunks:
-            end = sequence.cached + count
-            for position in range(sequence.cached, end):
-                if not tiles or len(tiles[-1].ids) == ROW_TILE:
-                    tiles.append(Batch())
-                tile = tiles[-1]
-                if every_token or position == end - 1:
-                    tile.wanted.append(len(tile.ids))
-                tile.add(sequence.tokens[position], position, self._slot(sequence, position))
-                tile.close(sequence.pages, position + 1)
-        while len(tiles[-1].ids) < ROW_TILE:
-            tiles[-1].add(0, 0, -1)
-            tiles[-1].close([], 0)
-        return tiles
+    def count_draft_rows(self, rows: int) -> None:
+        """Counts rows that a pass of the MTP layer needs, each sequence's once."""
+        self._draft_rows += rows
 
-    def _forward(self, batch: Batch, pool: PagedPool) -> torch.Tensor:
-        """Logits of the wanted rows; in deterministic mode the last projection, too, sees the whole tile or nothing."""
+    def draft_forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the MTP layer over rows of `batches(..., shift=1)` with the hidden states [rows, hidden_size] of their
+        positions: logits of the wanted rows, and its outputs for every row."""
+        self._draft_plans.append((self._plan(batch, self.pool), 1))
+        logits, output = self._decoder.draft(self._inputs(batch, self.pool), hidden, every=True)
+        return self._wanted(batch, logits), output
+
+    def draft_chain(self, batch: Batch, hidden: torch.Tensor, slots: Seq[Seq[int]]) -> torch.Tensor:
+        """Drafts one token after another with one plan: lengths are refilled, everything else of it holds for every pass.
+
+        Args:
+            batch: one row per sequence, as planned for the first pass; its ids are the first drafts.
+            hidden: [rows, hidden_size], the MTP layer's outputs that gave these.
+            slots: of each pass, where each row goes; negative: that row's sequence drafts no more.
+
+        Returns:
+            int64 [passes, rows] on the host: each pass's likeliest tokens; of rows that draft no more they mean nothing.
+        """
+        lengths = torch.tensor(batch.kv_lens, dtype=torch.int32, device=self.model.device)
+        self._draft_plans.append((self._plan(batch, self.pool, lengths), len(slots)))
+        inputs, found = self._inputs(batch, self.pool), list[torch.Tensor]()
+        for number, places in enumerate(slots):
+            inputs.slot_mapping = torch.tensor(places, device=self.model.device)
+            if number:
+                goes_on = (inputs.slot_mapping >= 0).to(torch.int32)
+                lengths += goes_on
+                inputs.positions = inputs.positions + goes_on
+                inputs.token_ids = found[-1]
+            logits, hidden = self._decoder.draft(inputs, hidden, every=True)
+            found.append(logits.argmax(-1))
+        return torch.stack(found).cpu()
+
+    def _wanted(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+        if not self.deterministic or not batch.wanted:
+            return logits
+        return logits[torch.tensor(batch.wanted, device=logits.device)]
+
+    def _plan(self, batch: Batch, pool: PagedPool, lengths: torch.Tensor | None = None) -> AttentionPlan:
+        """Plans attention; `lengths` is the buffer of sequence lengths, for a caller that refills it."""
         device, config = self.model.device, self.model.config
-        plan = self.attention.plan(
+        if lengths is None:
+            lengths = torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)
+        return self.attention.plan(
             torch.tensor(batch.ends, dtype=torch.int32, device=device),
             block_tables=pool.block_table(batch.tables),
-            seq_lens=torch.tensor(batch.kv_lens, dtype=torch.int32, device=device),
+            seq_lens=lengths,
             num_heads=config.num_heads,
             head_dim_ckv=config.kv_lora_rank,
             head_dim_kpe=config.qk_rope_head_dim,
@@ -258,35 +298,33 @@ class ModelRunner:
             batch_invariant=self.deterministic,
             topk=self._topk(batch),
         )
-        self._plans.append(plan)
+
+    def _inputs(self, batch: Batch, pool: PagedPool) -> ForwardBatch:
+        device = self.model.device
         index = None
         if pool.index_storage is not None and pool.index_layout is not None:
             index = IndexCache(pool.index_storage, pool.index_layout)
-        whole = self.deterministic and bool(batch.wanted)
-        logits = self._decoder.forward(
-            ForwardBatch(
-                token_ids=torch.tensor(batch.ids, device=device),
-                positions=torch.tensor(batch.positions, device=device),
-                slot_mapping=torch.tensor(batch.slots, device=device),
-                attention=self.attention,
-                cache=pool.storage,
-                counters=self.counters,
-                logit_rows=torch.tensor(
-                    list(range(ROW_TILE)) if whole else batch.wanted, dtype=torch.int64, device=device
-                ),
-                index=index,
-            )
+        wanted = list(range(ROW_TILE)) if self.deterministic and batch.wanted else batch.wanted
+        return ForwardBatch(
+            token_ids=torch.tensor(batch.ids, device=device),
+            positions=torch.tensor(batch.positions, device=device),
+            slot_mapping=torch.tensor(batch.slots, device=device),
+            attention=self.attention,
+            cache=pool.storage,
+            counters=self.counters,
+            logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),
+            index=index,
         )
-        return logits[torch.tensor(batch.wanted, device=device)] if whole else logits
 
     def _check_fixed_rows(self) -> None:
         """Raises `RunnerError` if a row's logits depend on its place in the tile or on its neighbours."""
         config, pool = self.model.config, self.pool
         pool = _pool(config, pool.layout, ROW_TILE, self.page_size, self.model.device, pool.index_layout)
         sequences = [Sequence([i * 7919 % self.model.config.vocab_size], [i]) for i in range(ROW_TILE)]
-        together = self._forward(self._tiles([(s, 1) for s in sequences], False)[0], pool)
+        rows = [Rows(sequence, 0, 1, 0) for sequence in sequences]
+        together, _ = self._forward(tiles(rows, 0, self.page_size)[0], pool)
         for order in (range(ROW_TILE - 1, -1, -1), range(0, ROW_TILE, 3), range(1, ROW_TILE, 2), [ROW_TILE - 1]):
-            again = self._forward(self._tiles([(sequences[i], 1) for i in order], False)[0], pool)
+            again, _ = self._forward(tiles([rows[i] for i in order], 0, self.page_size)[0], pool)
             if not torch.equal(again, together[list(order)]):
                 raise RunnerError(
                     f"deterministic mode cannot be kept here: a row's bits depend on its place in a tile of {ROW_TILE} "

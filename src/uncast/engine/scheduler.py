@@ -18,6 +18,7 @@ from collections import deque
 
 from uncast.engine.active import ActiveRequest
 from uncast.engine.prefix_cache import PrefixCache
+from uncast.engine.sequence import MTPState
 from uncast.engine.swap import copy_in, copy_out
 from uncast.latent.pool import OutOfPages, PagedPool
 
@@ -33,6 +34,7 @@ class Scheduler:
         waiting, running, swapped: see the module; the last two in order of arrival.
         preemptions, swap_bytes: requests swapped out, and bytes copied out and back.
         prefix_query_tokens, prefix_hit_tokens: prompt tokens looked up in the prefix cache, and found.
+        keeps_up: requests that are admitted from now on have their rows in the MTP layer kept up, so that they can draft.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Scheduler:
         self.swapped: list[ActiveRequest] = []
         self.preemptions = self.swap_bytes = 0
         self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self.keeps_up = False
 
     def schedule(self) -> list[tuple[ActiveRequest, int]]:
         """Requests of the next step and how many of their tokens run; their pages are there."""
@@ -65,14 +68,39 @@ class Scheduler:
             budget -= chunks[active]
         return list(chunks.items())
 
+    def reserve_drafts(self, chunks: list[tuple[ActiveRequest, int]], count: int) -> list[tuple[ActiveRequest, int]]:
+        """Which of a step's requests may draft, and how many tokens, `count` at most; pages for their rows are there.
+
+        Drafts take what is left of the step's tokens, pages that no request has, and no more than the request may generate.
+        """
+        left = self.max_step_tokens - sum(tokens for _, tokens in chunks)
+        found = []
+        for active, _ in chunks:
+            wanted = min(count, left, active.request.max_tokens - active.generated - 1)
+            if wanted < 1 or not active.can_draft:
+                continue
+            sequence, size = active.sequence, self.pool.page_size
+            missing = self.pool.pages_for(sequence.cached + 1 + wanted) - len(sequence.pages)
+            try:
+                sequence.pages += self._allocate(max(0, missing))
+            except OutOfPages:
+                wanted = len(sequence.pages) * size - sequence.cached - 1
+            if wanted:
+                found.append((active, wanted))
+                left -= wanted
+        return found
+
     def keep_full_pages(self, active: ActiveRequest) -> None:
         """Puts pages that are full by now into the prefix tree, in order, so that a request owns its whole path there."""
         if self.cache is None or active.node is None:
             return
         sequence, size = active.sequence, self.pool.page_size
-        for index in range(active.shared, sequence.cached // size):
-            key, page = tuple(sequence.tokens[index * size : (index + 1) * size]), sequence.pages[index]
-            active.node = self.cache.extend(active.node, key, page)
+        full, drafts = sequence.cached, sequence.mtp is not None
+        if self.cache.lookahead:
+            full = min(full, len(sequence.tokens) - 1 if sequence.mtp is None else sequence.mtp.cached)
+        for index in range(active.shared, full // size):
+            page = sequence.pages[index]
+            active.node = self.cache.extend(active.node, self.cache.key(sequence.tokens, index), page, drafts=drafts)
             if active.node is None:
                 return
             if active.node.page != page:
@@ -123,6 +151,8 @@ class Scheduler:
         sequence.pages = found + self._allocate(wanted)
         active.shared = len(found)
         sequence.cached = active.cached_tokens = active.shared * self.pool.page_size
+        if self.keeps_up and (active.node is None or active.node.drafts):
+            sequence.mtp = MTPState(sequence.cached)
         self.prefix_query_tokens += prompt if self.cache is not None else 0
         self.prefix_hit_tokens += active.cached_tokens
         self.running.append(active)

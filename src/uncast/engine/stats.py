@@ -25,6 +25,8 @@ class EngineStats:
         steps_total, step_seconds_total: forward steps and the time they took.
         cache_bytes_needed_total: cache bytes that attention had to read once per request and step, over all layers.
         cache_bytes_read_total, cache_bytes_written_total: what the backend read of the cache and copies, and wrote of copies.
+        speculating: requests that are admitted now will draft.
+        draft_tokens_total, draft_tokens_accepted_total: tokens that the MTP layer drafted, and those that became text.
         saturated_total, subnormal_total, nan_total: values seen by the cache writer.
     """
 
@@ -50,6 +52,9 @@ class EngineStats:
     cache_bytes_needed_total: int
     cache_bytes_read_total: int
     cache_bytes_written_total: int
+    speculating: bool
+    draft_tokens_total: int
+    draft_tokens_accepted_total: int
     saturated_total: int
     subnormal_total: int
     nan_total: int

@@ -30,27 +30,41 @@ class StepBytes:
     pool_cast: int
 
 
-def token_bytes(config: ModelConfig, layout: RowLayout) -> int:
-    """Bytes that one token takes of a pool of `layout`, over all layers: its rows and, with an indexer, its keys."""
-    rows = layout.row_bytes * config.num_layers
+def token_bytes(config: ModelConfig, layout: RowLayout, *, drafts: bool = False) -> int:
+    """Bytes that one token takes of a pool of `layout`, over all layers (with `drafts` the MTP layer, too): its rows and, with
+    an indexer, its keys."""
+    rows = layout.row_bytes * (config.num_layers + drafts)
     if config.indexer is None:
         return rows
     return rows + matching_layout(layout, config.indexer.head_dim).row_bytes * len(config.indexer.full_layers)
 
 
 def step_bytes(
-    config: ModelConfig, pool: PagedPool, plans: Seq[AttentionPlan], chunks: Seq[tuple[int, int]]
+    config: ModelConfig,
+    pool: PagedPool,
+    plans: Seq[AttentionPlan],
+    chunks: Seq[tuple[int, int]],
+    drafts: Seq[tuple[AttentionPlan, int]] = (),
+    draft_rows: int = 0,
 ) -> StepBytes:
-    """Of a step of these plans whose sequences had (cached, count): cached rows after it, the last `count` of them new."""
+    """Of a step of these plans whose sequences had (cached, count): cached rows after it, the last `count` of them new.
+
+    Args:
+        drafts: plans of the MTP layer, and how many passes each had; later passes count the rows of the first.
+        draft_rows: rows that these passes needed.
+    """
     layers, layout = config.num_layers, pool.layout
     sparse = any(plan.problem.spec.topk for plan in plans)
     bf16 = row_layout("bf16", layout.kv_lora_rank, layout.qk_rope_head_dim).row_bytes
     rows = pool.num_pages * pool.page_size
     return StepBytes(
-        needed=sum(_needed(config, pool, cached, count, sparse) for cached, count in chunks),
-        read=sum(plan.bytes_read * layers + _key_bytes_read(config, pool, plan) for plan in plans),
-        written=sum(plan.bytes_written for plan in plans) * layers,
-        pool_cast=layers * rows * (layout.row_bytes + bf16) if layout.is_fp8 else 0,
+        needed=sum(_needed(config, pool, cached, count, sparse) for cached, count in chunks)
+        + draft_rows * layout.row_bytes,
+        read=sum(plan.bytes_read * layers + _key_bytes_read(config, pool, plan) for plan in plans)
+        + sum(plan.bytes_read * passes for plan, passes in drafts),
+        written=sum(plan.bytes_written for plan in plans) * layers
+        + sum(plan.bytes_written * passes for plan, passes in drafts),
+        pool_cast=pool.num_layers * rows * (layout.row_bytes + bf16) if layout.is_fp8 else 0,
     )
 
 

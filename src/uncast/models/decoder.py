@@ -69,6 +69,29 @@ class Layer:
 
 
 @dataclass
+class MTPLayer:
+    """The layer that predicts the token after the next (multi-token prediction); embedding and LM head are the model's.
+
+    Row i takes the hidden state of position i, as the LM head reads it, and token i + 1, and predicts token i + 2:
+
+        x_i = eh_proj [enorm(embed(token i + 1)), hnorm(hidden i)]      then the decoder layer at rope position i, then `norm`
+
+    For a further token its own normed output takes the hidden state's place. Source: DeepSeek-V3 (arXiv 2412.19437), section
+    2.2; that the hidden state is the normed one: vLLM's and SGLang's models.
+
+    Attributes:
+        enorm, hnorm, norm: [hidden]; eh_proj: [hidden, 2 * hidden].
+        layer: the decoder layer; its rows are in a cache layer of its own, after the decoder's.
+    """
+
+    enorm: torch.Tensor
+    hnorm: torch.Tensor
+    eh_proj: Weight
+    layer: Layer
+    norm: torch.Tensor
+
+
+@dataclass
 class ForwardBatch:
     """One step's tokens, flattened over requests.
 
@@ -77,7 +100,7 @@ class ForwardBatch:
         slot_mapping: int64 [n], where each token's row goes; negative skips.
         attention: planned for these n query rows; for a model with an indexer with its topk, or dense if no request has more
             cached tokens than that.
-        cache: uint8 [num_layers, num_pages, page_size, row_bytes].
+        cache: uint8 [num_layers, num_pages, page_size, row_bytes]; with an MTP layer that runs, one layer more.
         counters: int64 [3] or None, see `uncast.latent.codec.new_counters`.
         logit_rows: int64 [m], the rows whose logits are wanted.
         index: the index cache of a model with an indexer.
@@ -109,6 +132,7 @@ class MLADecoder:
     Attributes:
         prefill: "auto" (un-absorbed where it is cheaper), "absorbed" or "unabsorbed" (every request with several queries).
         parallel: the group whose ranks have the model's parts, `config` then names this rank's heads; None for a whole model.
+        mtp: the layer that drafts; None if the checkpoint has none or it was not loaded.
     """
 
     def __init__(
@@ -120,11 +144,13 @@ class MLADecoder:
         lm_head: torch.Tensor,
         prefill: str = "auto",
         parallel: Parallel | None = None,
+        mtp: MTPLayer | None = None,
     ) -> None:
         if prefill not in PREFILL_MODES:
             raise ValueError(f"prefill is {prefill!r}: allowed are {', '.join(PREFILL_MODES)}")
         self.config, self.prefill, self.parallel = config, prefill, parallel
         self.embed, self.layers, self.final_norm, self.lm_head = embed, layers, final_norm, lm_head
+        self.mtp = mtp
         self.rope = Rope(config.rope, embed.device)
         self.indexer: Indexer | None = None
         if config.indexer is not None:
@@ -139,22 +165,61 @@ class MLADecoder:
     def dtype(self) -> torch.dtype:
         return self.embed.dtype
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits float32 [m, vocab] of `batch.logit_rows`; the batch's rows are in the cache afterwards."""
-        config = self.config
-        hidden = _scaled(F.embedding(batch.token_ids, self.embed), config.embed_scale)
-        eps, branch = config.rms_norm_eps, config.residual_scale
-        split = split_prefill(config, self.prefill, batch.attention)
-        step = _Step(batch, self.rope.angles(batch.positions), split)
+        return self.forward_hidden(batch)[0]
+
+    @torch.inference_mode()
+    def forward_hidden(self, batch: ForwardBatch, *, every: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and the hidden states after the final norm: [m, hidden] of these rows, [n, hidden] of `every` row."""
+        hidden = _scaled(F.embedding(batch.token_ids, self.embed), self.config.embed_scale)
+        step = self._step(batch)
         for index, layer in enumerate(self.layers):
-            normed = rms_norm(hidden, layer.input_norm, eps)
-            attended = self._attend(layer.attention, normed, batch.cache[index], step)
-            hidden = hidden + _scaled(attended, branch)
-            hidden = hidden + _scaled(layer.mlp(rms_norm(hidden, layer.post_norm, eps)), branch)
-        wanted = _scaled(rms_norm(hidden[batch.logit_rows], self.final_norm, eps), config.logit_scale)
+            hidden = self._layer(layer, hidden, batch.cache[index], step)
+        return self._head(hidden, self.final_norm, batch.logit_rows, every)
+
+    @torch.inference_mode()
+    def draft(
+        self, batch: ForwardBatch, hidden: torch.Tensor, *, every: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the MTP layer.
+
+        Args:
+            batch: row i's token is token i + 1 of its request, its position is i.
+            hidden: [n, hidden] of the positions, as `forward_hidden` or this function returns it.
+
+        Returns:
+            As `forward_hidden`: logits of token i + 2, and the normed output.
+        """
+        mtp, eps = self.mtp, self.config.rms_norm_eps
+        if mtp is None:
+            raise ValueError("this model has no MTP layer")
+        embedded = F.embedding(batch.token_ids, self.embed)
+        x = linear(
+            torch.cat([rms_norm(embedded, mtp.enorm, eps), rms_norm(hidden, mtp.hnorm, eps)], dim=-1), mtp.eh_proj
+        )
+        x = self._layer(mtp.layer, x, batch.cache[len(self.layers)], self._step(batch))
+        return self._head(x, mtp.norm, batch.logit_rows, every)
+
+    def _step(self, batch: ForwardBatch) -> _Step:
+        split = split_prefill(self.config, self.prefill, batch.attention)
+        return _Step(batch, self.rope.angles(batch.positions), split)
+
+    def _layer(self, layer: Layer, hidden: torch.Tensor, cache: torch.Tensor, step: _Step) -> torch.Tensor:
+        eps, branch = self.config.rms_norm_eps, self.config.residual_scale
+        attended = self._attend(layer.attention, rms_norm(hidden, layer.input_norm, eps), cache, step)
+        hidden = hidden + _scaled(attended, branch)
+        return hidden + _scaled(layer.mlp(rms_norm(hidden, layer.post_norm, eps)), branch)
+
+    def _head(
+        self, hidden: torch.Tensor, norm: torch.Tensor, rows: torch.Tensor, every: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = rms_norm(hidden if every else hidden[rows], norm, self.config.rms_norm_eps)
+        wanted = _scaled(normed[rows] if every else normed, self.config.logit_scale)
         logits = F.linear(wanted, self.lm_head).to(torch.float32)
-        return logits if self.parallel is None else self.parallel.gather(logits, config.vocab_size)
+        if self.parallel is not None:
+            logits = self.parallel.gather(logits, self.config.vocab_size)
+        return logits, normed
 
     def _attend(self, weights: MLAWeights, x: torch.Tensor, cache: torch.Tensor, step: _Step) -> torch.Tensor:
         config, tokens = self.config, x.shape[0]
