@@ -65,6 +65,16 @@ def test_inspect_names_a_missing_scale_or_a_wrong_shape_and_exits_1(
     assert sentence in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
+@pytest.mark.parametrize(
+    "part", ["self_attn.o_proj.weight", "self_attn.kv_a_layernorm.weight", "input_layernorm.weight"]
+)
+def test_a_missing_tensor_is_named(folder: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
+    name = f"model.layers.1.{part}"
+    edit_tensors(folder, **{name: None})
+    assert main(["inspect", str(folder)]) == 1
+    assert f"has no tensor {name}" in capsys.readouterr().err
+
+
 def test_a_dense_tensor_of_another_shape_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_tensors(folder, **{"model.layers.1.self_attn.o_proj.weight": torch.zeros(256, 1000)})
     assert main(["inspect", str(folder)]) == 1

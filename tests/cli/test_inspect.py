@@ -99,10 +99,9 @@ def test_fp8_blocks_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_tables_fit_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "tiny-glm", "--memory", "0.001", "--bandwidth", "4.8"]) == 2
-    assert "context is 4096: this model's is 2048" in capsys.readouterr().err
-    assert main(["inspect", "tiny-glm", "--memory", "0.001", "--bandwidth", "4.8", "--context", "2000"]) == 0
+    assert main(["inspect", "tiny-glm", "--memory", "0.001", "--bandwidth", "4.8"]) == 0
     out = capsys.readouterr().out
+    assert "1 x 2,048 rows" in out  # less than the default context
     assert "too little for the weights" in out and "FP8 blocks" in out
     (line,) = [line for line in out.splitlines() if line.startswith("fp8_ds_mla")]
     assert line.split()[1:4] == ["656", "3,936", "0"]
@@ -116,13 +115,38 @@ def test_the_tables_fit_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
         (["tiny-glm", "--bandwidth", "nan"], 2, "bandwidth is nan: allowed is above 0"),
         (["tiny-glm", "--batch", "0"], 2, "batch is 0: allowed is 1 to"),
         (["tiny-glm", "--context", "9999999"], 2, "context is 9999999: this model's is 2048"),
-        (["{tmp}"], 1, "cannot read"),
+        (["{tmp}"], 2, "cannot read"),
     ],
 )
 def test_bad_input_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, sentence: str
 ) -> None:
     assert main(["inspect", *[option.replace("{tmp}", str(tmp_path)) for option in options]]) == code
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_a_model_that_is_not_supported_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(configured(tmp_path, model_type="llama"))]) == 2
+    assert "model_type 'llama' is not supported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "sentence"),
+    [
+        ({"model.norm.weight": "model-00002-of-00002.safetensors"}, "00002.safetensors: No such file"),
+        ({}, "has no weight_map of tensor names to files"),
+        ([1], "has no weight_map of tensor names to files"),
+    ],
+)
+@pytest.mark.parametrize("command", [["inspect"], ["generate", "x", "--model"]])
+def test_a_missing_shard_or_a_broken_index_is_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], weight_map: object, sentence: str
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((BUNDLED["tiny-glm"] / name).read_bytes())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert main([*command, str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert sentence in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 

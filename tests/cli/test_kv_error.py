@@ -91,6 +91,43 @@ def test_bad_input_is_one_sentence(
     assert sentence in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
+@pytest.mark.parametrize("lost", ["--write-scales", "--plot"])
+def test_a_file_that_cannot_be_written_takes_nothing_else_along(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    files = {"--write-scales": tmp_path / "s.json", "--plot": tmp_path / "p.png", lost: Path("/dev/full")}
+    options = [word for option, path in files.items() for word in (option, str(path))]
+    command = ["kv-error", "--model", str(folder), "--prompts", str(prompts), "--no-layer-kl", "--json", *options]
+    assert main(command) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["layouts"] and "/dev/full" in captured.err and captured.err.count("\n") == 1
+    assert all(path.stat().st_size > 0 for option, path in files.items() if option != lost)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--write-scales", "{prompts}"], ["--plot", "{prompts}"], ["--plot", "{tmp}/x", "--write-scales", "{tmp}/./x"]],
+)
+def test_no_file_is_written_over_another(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    before = prompts.read_text()
+    words = [word.replace("{prompts}", str(prompts)).replace("{tmp}", str(tmp_path)) for word in options]
+    assert main(["kv-error", "--model", str(folder), "--prompts", str(prompts), *words]) == 2
+    assert "each needs a file of its own" in capsys.readouterr().err and prompts.read_text() == before
+
+
+def test_damage_is_exit_1(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + b"\xff" * 100)
+    assert main(["kv-error", "--model", str(tmp_path / "m.gguf"), "--prompts", str(prompts)]) == 1
+    assert "is not a whole GGUF file" in capsys.readouterr().err
+
+
 def test_prompts_of_one_token_are_not_enough(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.txt").write_text("x\n")
     assert main(["kv-error", "--model", str(folder), "--prompts", str(tmp_path / "p.txt")]) == 2

@@ -16,16 +16,23 @@ from uncast.quant.packed import NVFP4_GROUP
 def check_headers(tensors: Iterable[Tensor], config: ModelConfig, declared: Quantization, folder: Path) -> None:
     """Checks what the decoder's own tensors are stored as; tensors of other names, and other formats, are left alone.
 
+    A folder that uses other names throughout is left alone, too.
+
     Raises:
-        DamagedCheckpoint: an NVFP4 or FP8-block weight without one of its scales, or a tensor of another shape than the
-            configuration gives it.
+        DamagedCheckpoint: an NVFP4 or FP8-block weight without one of its scales, a tensor of another shape than the
+            configuration gives it, or none at all.
     """
     stored = {tensor.name: tensor for tensor in tensors}
-    for wanted in implied_tensors(config, Quantization()):
+    held = {name.rpartition(".")[0] for name in stored}
+    implied = implied_tensors(config, Quantization())
+    ours = any(wanted.name in stored for wanted in implied)
+    for wanted in implied:
         module = wanted.name.removesuffix(".weight")
         packed = stored.get(f"{module}.weight_packed")
         found = stored.get(wanted.name) if packed is None else packed
         if found is None:
+            if ours and wanted.name.rpartition(".")[0] not in held:
+                raise DamagedCheckpoint(f"{folder} has no tensor {wanted.name}")
             continue
         scales = _nvfp4(found, module, wanted.shape, packed is not None, stored) | _fp8(found, wanted.shape, declared)
         codes = (*wanted.shape[:-1], wanted.shape[-1] // 2) if _is_nvfp4(found, module, stored) else wanted.shape

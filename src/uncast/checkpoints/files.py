@@ -25,6 +25,14 @@ def check_regular(path: Path) -> None:
     _open(path).close()
 
 
+def check_shard(path: Path) -> None:
+    """The same of a file that another one of the checkpoint calls for: raises `DamagedCheckpoint`."""
+    try:
+        check_regular(path)
+    except CheckpointError as error:
+        raise DamagedCheckpoint(str(error)) from None
+
+
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file.
 

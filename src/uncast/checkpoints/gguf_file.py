@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_regular
+from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_regular, check_shard
 
 SUFFIX = ".gguf"
 PIECE_BYTES = 1 << 20
@@ -61,6 +61,7 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         self._fields: dict[str, Any] = {}
         for index, part in enumerate(_parts(path)):
+            (check_shard if index else check_regular)(part)
             reader = _open(part)
             if index == 0:
                 self._fields = dict(reader.fields)
@@ -155,7 +156,6 @@ def _parts(path: Path) -> Sequence[Path]:
 
 
 def _open(path: Path) -> Any:
-    check_regular(path)
     try:
         from gguf import GGUFReader
     except ModuleNotFoundError:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_regular, read_json
+from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_shard, read_json
 from uncast.checkpoints.gguf_file import GgufTensor
 from uncast.checkpoints.source import INDEX_FILE
 
@@ -75,7 +75,7 @@ def read_headers(folder: Path) -> list[Tensor]:
     """
     tensors = []
     for path in _shards(folder):
-        check_regular(path)
+        check_shard(path)
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a mapping)
@@ -94,8 +94,8 @@ def _shards(folder: Path) -> list[Path]:
     if not os.path.lexists(index):
         return sorted(folder.glob("*.safetensors"))
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map of tensor names to files")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise DamagedCheckpoint(f"{index} has no weight_map of tensor names to files")
     return [folder / file for file in sorted(set(weight_map.values()))]
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from uncast.checkpoints import packed
-from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_regular, read_json
+from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint, check_shard, read_json
 from uncast.checkpoints.quantization import read_quantization
 from uncast.quant.packed import Packed
 
@@ -128,7 +128,7 @@ class SafetensorsSource:
 
     def _handle(self, path: Path) -> Any:
         if path not in self._open:
-            check_regular(path)
+            check_shard(path)
             try:
                 self._open[path] = safe_open(path, framework="pt")
             except (SafetensorError, OSError, ValueError) as error:
@@ -144,8 +144,12 @@ class SafetensorsSource:
                 raise CheckpointError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
             return {single: None}
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map of tensor names to files")
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(f, str) for f in weight_map.values())
+        ):
+            raise DamagedCheckpoint(f"{index} has no weight_map of tensor names to files")
         shards: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
             names = shards.setdefault(self.folder / file, [])

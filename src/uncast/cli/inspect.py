@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from uncast.checkpoints.bundled import model_folder
-from uncast.checkpoints.files import CheckpointError
+from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint
 from uncast.checkpoints.gguf_file import gguf_path
 from uncast.cli.main import UsageError, WorkError
 from uncast.doctor.costs import peak_bandwidth
@@ -24,6 +24,7 @@ from uncast.models.indexer_config import IndexerConfig
 GB = 1e9
 _WIDTH = 132
 """Columns of the widest table."""
+_CONTEXT = 4096
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,30 +41,36 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--bandwidth", type=float, metavar="TB/s", help="of that memory, 10^12 bytes/s (default: this GPU's data sheet)"
     )
-    add("--context", type=int, default=4096, help="rows of each request in the decode step (default: %(default)s)")
+    add(
+        "--context",
+        type=int,
+        help=f"rows of each request in the decode step (default: {_CONTEXT}, or all that the model allows if that is less)",
+    )
     add("--batch", type=int, default=1, help="requests in the decode step (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs the command; see `uncast inspect --help`. A damaged checkpoint is exit code 1, a wrong argument 2."""
+    """Runs the command; see `uncast inspect --help`. A damaged checkpoint is exit code 1; a wrong argument, or a model or
+    format that is not supported, 2."""
     args = build_parser().parse_args(argv)
     _check(args)
     try:
         path = model_folder(args.path)
         if not path.is_dir() and gguf_path(path) is None:
             raise UsageError(f"{path} is neither a folder with a model in it nor a GGUF file")
+        found = survey(path)
+    except DamagedCheckpoint as error:
+        raise WorkError(str(error)) from None
     except CheckpointError as error:
         raise UsageError(str(error)) from None
-    try:
-        found = survey(path)
-    except CheckpointError as error:
-        raise WorkError(str(error)) from None
-    if args.context > found.config.max_position_embeddings:
-        raise UsageError(f"context is {args.context}: this model's is {found.config.max_position_embeddings}")
+    longest = found.config.max_position_embeddings
+    context = min(_CONTEXT, longest) if args.context is None else args.context
+    if context > longest:
+        raise UsageError(f"context is {context}: this model's is {longest}")
     memory, bandwidth = _machine(args)
-    load = Workload(args.batch, args.context)
+    load = Workload(args.batch, context)
     weights, caches = weight_cost(found.modules, found.config, load), cache_costs(found.config, load)
     facts = _facts(found, load, weights, caches, memory, bandwidth)
     if args.json:
@@ -79,8 +86,9 @@ def _check(args: argparse.Namespace) -> None:
         if value is not None and not 0 < value <= most:
             raise UsageError(f"{name} is {value}: allowed is above 0, up to {most:g}")
     for name in ("context", "batch"):
-        if not 1 <= getattr(args, name) <= 10**9:
-            raise UsageError(f"{name} is {getattr(args, name)}: allowed is 1 to {10**9}")
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= 10**9:
+            raise UsageError(f"{name} is {value}: allowed is 1 to {10**9}")
 
 
 def _machine(args: argparse.Namespace) -> tuple[float | None, float | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from uncast.bench.mixed_attention import Contender, LayerScales
 from uncast.bench.plot import check_matplotlib
 from uncast.bench.prompts import read_prompts
 from uncast.checkpoints.bundled import BUNDLED, model_folder
+from uncast.checkpoints.files import DamagedCheckpoint
 from uncast.checkpoints.kv_scales import LAYOUT, write_kv_scales
 from uncast.checkpoints.load import load_config
 from uncast.cli.csv_file import check_writable
@@ -76,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     try:
         return _run(args)
-    except NotFinite as error:
+    except (NotFinite, DamagedCheckpoint) as error:
         raise WorkError(str(error)) from error
     except _ERRORS as error:
         raise UsageError(str(error)) from error
@@ -85,6 +86,7 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     _check(args)
     folder = model_folder(args.model)
+    name = args.model if args.model in BUNDLED else folder.name
     config = load_config(folder)
     prompts, cut = _prompts(args, Tokenizer(folder, config.vocab_size), config)
     layouts = _layouts(args, config)
@@ -95,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     results = _measure(meter, prompts, contenders, args)
     reference_bytes = row_layout(REFERENCE, config.kv_lora_rank, config.qk_rope_head_dim).row_bytes
     facts = {
-        "model": folder.name,
+        "model": name,
         "reference": REFERENCE,
         "prompts": len(prompts),
         "prompts_cut": cut,
@@ -106,16 +108,31 @@ def _run(args: argparse.Namespace) -> int:
         "device": device_name(),
         "versions": versions(),
     }
-    if args.write_scales is not None:
-        assert scales is not None
-        write_kv_scales(args.write_scales, config, [(s.ckv, s.kpe) for s in scales])
-    if args.plot is not None:
-        plot_kv_error(results, folder.name, args.plot)
     if args.json:
         print(json.dumps(facts))
     else:
         _show(facts, results)
+    writers: list[Callable[[], None]] = []
+    if args.write_scales is not None:
+        assert scales is not None
+        pairs = [(s.ckv, s.kpe) for s in scales]
+        writers.append(lambda: write_kv_scales(args.write_scales, config, pairs))
+    if args.plot is not None:
+        writers.append(lambda: plot_kv_error(results, name, args.plot))
+    _write(writers)
     return 0
+
+
+def _write(writers: Sequence[Callable[[], None]]) -> None:
+    """Writes the files, after the report: one that cannot be written takes neither the figures nor the other file along."""
+    failed = []
+    for writer in writers:
+        try:
+            writer()
+        except ValueError as error:
+            failed.append(str(error))
+    if failed:
+        raise WorkError("; ".join(failed))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -128,6 +145,11 @@ def _check(args: argparse.Namespace) -> None:
         check_matplotlib()
     for path in (args.write_scales, args.plot):
         check_writable(path)
+    given = [("--prompts", args.prompts), ("--write-scales", args.write_scales), ("--plot", args.plot)]
+    names: dict[Path, str] = {}
+    for option, path in given:
+        if path is not None and (other := names.setdefault(path.resolve(), option)) != option:
+            raise ValueError(f"{other} and {option} are both {str(path)!r}: each needs a file of its own")
 
 
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer, config: ModelConfig) -> tuple[list[list[int]], int]:
