@@ -115,7 +115,8 @@ def main() -> None:
             failures += 1
             print(f"case {case} {kinds[case % len(kinds)]}: {error}", flush=True)
     print(
-        f"{done} of {args.cases} cases, {failures} failures; worst row {worst[0]:.2e}, tensor {worst[1]:.2e}, LSE {worst[2]:.1e}"
+        f"{done} of {args.cases} cases, {failures} failures; "
+        f"worst row {worst[0]:.2e}, tensor {worst[1]:.2e}, LSE {worst[2]:.1e}"
     )
     raise SystemExit(failures > 0 or done == 0)
 
