@@ -109,7 +109,8 @@ def live_server(folder: Path, engine: AsyncEngine | None = None, **settings: Any
     """A server in this process that is ready."""
     engine = engine or make_engine(folder)
     engine.start()
-    server = LiveServer(ServerState(ServerConfig(MODEL, **settings), Served.of(engine)))
+    config = ServerConfig(MODEL, **settings)
+    server = LiveServer(ServerState(config, Served.of(engine, config)))
     try:
         yield server
     finally:

@@ -90,7 +90,7 @@ def test_bad_completion_fields_are_named(server: LiveServer, extra: dict[str, An
         ({"messages": []}, "messages", "messages: should not be empty"),
         ({"messages": [3]}, "messages.0", "should be an object, not 3"),
         ({"messages": [{"content": "a"}]}, "messages.0.role", "'messages.0.role' is missing"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "not 'tool'"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "not 'robot'"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "messages.0.role", "not ['user']"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "'messages.0.content' is missing"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "a string or a list of text parts"),
@@ -104,8 +104,8 @@ def test_bad_completion_fields_are_named(server: LiveServer, extra: dict[str, An
         ({"top_logprobs": 2}, "top_logprobs", "only allowed with logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"max_completion_tokens": 3}, "max_tokens", "differ: give one of them"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "should be 'text'"),
-        ({"tools": []}, "tools", "unknown field 'tools'"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "should be 'text'"),
+        ({"functions": []}, "functions", "unknown field 'functions'"),
         ({"echo": True}, "echo", "unknown field 'echo'"),
     ],
     ids=lambda value: str(value)[:40],
@@ -171,14 +171,14 @@ def test_the_context_limit(server: LiveServer) -> None:
 
 def test_messages_that_the_template_refuses(folder: Path, server: LiveServer) -> None:
     plain = server.engine.engine.tokenizer
-    assert "unknown role" in str(plain._template)
+    assert "unknown role" in str(plain.template)
     without = post(server.url + CHAT, {"messages": [{"role": "assistant", "content": ""}], "max_tokens": 1})
     assert without.status_code == 200
     try:
-        template, plain._template = plain._template, "{{ raise_exception('no, thank you') }}"
+        template, plain.template = plain.template, "{{ raise_exception('no, thank you') }}"
         response = post(server.url + CHAT, MESSAGES)
     finally:
-        plain._template = template
+        plain.template = template
     error = error_of(response)
     assert response.status_code == 400 and error["param"] == "messages" and "no, thank you" in error["message"]
 

@@ -21,7 +21,8 @@ from tests.server.live import LiveServer, live_server, make_engine
 from uncast.server.app import create_app
 
 LIMITS = {
-    "chat_template", "context_length_exceeded", "empty_prompt", "invalid_combination", "too_many_choices", "unknown_token",
+    "chat_template", "context_length_exceeded", "empty_prompt", "invalid_combination", "invalid_grammar",
+    "invalid_json", "tools_not_supported", "too_many_choices", "unknown_token",
 }  # fmt: skip
 """Codes of limits that JSON Schema does not say: those of the model, and of fields together."""
 

@@ -39,6 +39,7 @@ from uncast.latent.pool import check_page_size
 from uncast.models.config import ModelConfig
 from uncast.models.decoder import MLADecoder
 from uncast.models.parallel import Parallel
+from uncast.server.chat_format import REASONING_PARSERS, TOOL_PARSERS
 from uncast.server.run import ListenError, listen, serve, url_of
 from uncast.server.state import ServerConfig, ServerState
 
@@ -89,6 +90,18 @@ def build_parser() -> argparse.ArgumentParser:
         default=config.grace_s,
         help="time that running requests get after SIGTERM (default: %(default)g)",
     )
+    add(
+        "--tool-call-parser",
+        default="auto",
+        choices=TOOL_PARSERS,
+        help="format of the model's tool calls (default: auto, as its chat template shows)",
+    )
+    add(
+        "--reasoning-parser",
+        default="auto",
+        choices=REASONING_PARSERS,
+        help="how its reasoning begins; all end with </think> (default: auto, as its chat template shows)",
+    )
     add("--profile-dir", type=Path, help="folder for traces of /start_profile (default: profiling is off)")
     return parser
 
@@ -134,6 +147,8 @@ def _run(args: argparse.Namespace) -> int:
         api_key=os.environ.get("UNCAST_API_KEY") or None if args.api_key is None else args.api_key,
         grace_s=args.grace_seconds,
         profile_dir=None if args.profile_dir is None else _writable(args.profile_dir),
+        tool_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         sampling_defaults=dict(read_generation_config(folder, config.vocab_size).sampling),
     )
 

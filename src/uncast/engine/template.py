@@ -7,6 +7,7 @@ text that is put out, and the sizes that operators and filters make. What is lef
 from __future__ import annotations
 
 import functools
+import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,6 +76,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _refuse
         del self.globals["lipsum"]
         self.filters = {name: self._guarded(name, filter_) for name, filter_ in self.filters.items()}
+        self.filters["tojson"] = self._guarded("tojson", _to_json)
         self.filters |= {"_counted": self._counted, "_concat": self._concat}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -187,6 +189,11 @@ def _refuse(message: object) -> None:
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error)[:1000].split())
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+    """JSON as chat templates expect it: without HTML's escapes, which Jinja's own filter writes."""
+    return json.dumps(value, ensure_ascii=bool(ensure_ascii), indent=indent, sort_keys=bool(sort_keys))
 
 
 def _length(value: Any) -> int:

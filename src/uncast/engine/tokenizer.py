@@ -93,14 +93,22 @@ class Tokenizer:
             TemplateError: no template, or it refuses the messages or fails.
             RequestError: a message holds half of a surrogate pair.
         """
+        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The text of a conversation by the model's template, which sees `variables`, too.
+
+        Raises:
+            TemplateError: no template, or it refuses the messages or fails.
+        """
         special = {
             name: value for name, value in self._config.items() if name.endswith("_token") and isinstance(value, str)
         }
-        text = render(self._template, messages, add_generation_prompt=add_generation_prompt, **special)
-        return self.encode(text, add_special_tokens=False)
+        return render(self.template, messages, **{**special, **variables})
 
     @functools.cached_property
-    def _template(self) -> str:
+    def template(self) -> str:
         """Read on first use: a model with a damaged template can still complete texts.
 
         Raises:

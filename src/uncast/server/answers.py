@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from uncast.engine.request import RequestOutput
 from uncast.engine.request import TokenLogprob as EngineLogprob
+from uncast.server.chat_reader import Call, ChatReader, Piece
 from uncast.server.prepare import Prompt
 from uncast.server.responses import (
     AssistantMessage,
@@ -23,8 +24,11 @@ from uncast.server.responses import (
     CompletionLogprobs,
     Delta,
     FinishReason,
+    Function,
     PromptTokensDetails,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -94,6 +98,21 @@ class Writer(ABC):
 
 def _nothing(output: RequestOutput) -> bool:
     return not (output.text or output.logprobs or output.finished)
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": Function(name=call.name, arguments=call.arguments)}
+
+
+def _message(piece: Piece) -> AssistantMessage:
+    """A message; fields that say nothing are left out, as by servers without tools."""
+    more: dict[str, Any] = {}
+    if piece.reasoning:
+        more["reasoning_content"] = piece.reasoning
+    if piece.calls:
+        more["tool_calls"] = [ToolCall(**_call(call)) for call in piece.calls]
+    content = None if piece.calls and not piece.content else piece.content
+    return AssistantMessage(role="assistant", content=content, refusal=None, **more)
 
 
 def _reason(output: RequestOutput) -> FinishReason | None:
@@ -177,17 +196,22 @@ class CompletionWriter(Writer):
 class ChatWriter(Writer):
     """`chat.completion` and `chat.completion.chunk` objects."""
 
+    def __init__(self, *, readers: Sequence[ChatReader], **head: Any) -> None:
+        """Args: readers: of each choice's text."""
+        super().__init__(**head)
+        self._readers, self._calls = readers, [0] * len(readers)
+
     def whole(self, outputs: Sequence[Sequence[RequestOutput]]) -> ChatCompletion:
         choices = []
         for index, parts in enumerate(outputs):
             self.note(index, parts[-1])
-            text = "".join(part.text for part in parts)
+            piece = self._readers[index].push("".join(part.text for part in parts), last=True)
             choices.append(
                 ChatChoice(
                     index=index,
-                    message=AssistantMessage(role="assistant", content=text, refusal=None),
+                    message=_message(piece),
                     logprobs=self._logprobs_of([entry for part in parts for entry in part.logprobs]),
-                    finish_reason=_reason(parts[-1]) or "length",
+                    finish_reason=self._reason(index, parts[-1]) or "length",
                 )
             )
         return ChatCompletion(
@@ -206,11 +230,32 @@ class ChatWriter(Writer):
 
     def chunk(self, index: int, output: RequestOutput) -> ChatChunk | None:
         self.note(index, output)
-        if _nothing(output):
+        piece = self._readers[index].push(output.text, last=output.finished)
+        if not (piece or output.logprobs or output.finished):
             return None
-        delta = Delta(content=output.text) if output.text or not output.finished else Delta()
         logprobs = self._logprobs_of(output.logprobs) if output.logprobs else None
-        return self._chunk([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=_reason(output))])
+        reason = self._reason(index, output)
+        return self._chunk(
+            [ChunkChoice(index=index, delta=self._delta(index, piece), logprobs=logprobs, finish_reason=reason)]
+        )
+
+    def _delta(self, index: int, piece: Piece) -> Delta:
+        fields: dict[str, Any] = {}
+        if piece.reasoning:
+            fields["reasoning_content"] = piece.reasoning
+        if piece.content or not piece:
+            fields["content"] = piece.content
+        if piece.calls:
+            first = self._calls[index]
+            self._calls[index] += len(piece.calls)
+            fields["tool_calls"] = [
+                ToolCallDelta(index=first + place, **_call(call)) for place, call in enumerate(piece.calls)
+            ]
+        return Delta(**fields)
+
+    def _reason(self, index: int, output: RequestOutput) -> FinishReason | None:
+        reason = _reason(output)
+        return "tool_calls" if reason == "stop" and self._readers[index].called else reason
 
     def closing(self) -> ChatChunk:
         return self._head([], self.usage())

@@ -19,6 +19,8 @@ _ALLOWED = {
     "prompt": "a string, up to 128 strings, token ids, or up to 128 lists of token ids (no list empty)",
     "stop": "a string of 1 to 1000 characters, or up to 4 of them",
     "content": "a string or a list of text parts",
+    "tool_choice": "'none', 'auto', 'required' or an object that names a function",
+    "json": "a JSON schema, as an object or as a string",
 }
 """Fields of several types: what is allowed, said once instead of per type."""
 
@@ -102,7 +104,7 @@ def _fault(errors: Sequence[ErrorDetails], data: Mapping[str, Any]) -> ApiError:
     top = errors[0]["loc"][0] if errors[0]["loc"] else ""
     same = [error for error in errors if error["loc"] and error["loc"][0] == top]
     if errors[0]["type"].startswith("union_tag"):
-        return _bad_role(_path(errors[0], data), errors[0]["input"])
+        return _bad_kind(_path(errors[0], data), errors[0]["input"])
     path, error = max(((_path(e, data), e) for e in same), key=lambda pair: _progress(*pair))
     name = ".".join(str(step) for step in path)
     if error["type"] == "extra_forbidden":
@@ -124,15 +126,15 @@ def _fault(errors: Sequence[ErrorDetails], data: Mapping[str, Any]) -> ApiError:
     return bad_request(f"{param}: {said}{given}", param, "invalid_value")
 
 
-def _bad_role(path: Sequence[int | str], message: Any) -> ApiError:
-    """A message's role decides which other fields it has."""
-    param = ".".join(str(step) for step in (*path, "role"))
-    if not isinstance(message, dict) or "role" not in message:
+def _bad_kind(path: Sequence[int | str], value: Any) -> ApiError:
+    """A message's role, and a response format's type, decide which other fields it has."""
+    name, allowed = ("role", "'system', 'developer', 'user', 'assistant' or 'tool'")
+    if path and path[0] == "response_format":
+        name, allowed = ("type", "'text', 'json_object' or 'json_schema'")
+    param = ".".join(str(step) for step in (*path, name))
+    if not isinstance(value, dict) or name not in value:
         return bad_request(f"the field {param!r} is missing", param, "missing_field")
-    given = _shown(message["role"])
-    return bad_request(
-        f"{param}: should be 'system', 'developer', 'user' or 'assistant', not {given}", param, "invalid_value"
-    )
+    return bad_request(f"{param}: should be {allowed}, not {_shown(value[name])}", param, "invalid_value")
 
 
 def _progress(path: Sequence[int | str], error: ErrorDetails) -> tuple[bool, int, list[int]]:

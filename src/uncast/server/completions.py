@@ -21,6 +21,7 @@ from uncast.server.generation import Generation, gather
 from uncast.server.prepare import (
     Prompt,
     chat_prompt,
+    check_calls,
     check_model,
     check_together,
     completion_prompts,
@@ -29,6 +30,7 @@ from uncast.server.prepare import (
 from uncast.server.requests import ChatRequest, CompletionRequest, SamplingBody
 from uncast.server.state import Served, ServerState
 from uncast.server.stream import EventStream, before, while_connected
+from uncast.server.structured import answer_grammar, offered_tools
 
 _DONE = "[DONE]"
 
@@ -49,6 +51,7 @@ async def complete(request: Request) -> Response:
         request_id=request_id,
         defaults=state.config.sampling_defaults,
         logprobs=body.logprobs,
+        grammar=await answer_grammar(body, served),
     )
     return await _answer(request, state, served, body, requests, writer)
 
@@ -58,9 +61,14 @@ async def chat(request: Request) -> Response:
     state: ServerState = request.app.state.server
     served = state.require_ready()
     body = await _body(request, state, ChatRequest)
-    prompts = [await chat_prompt(body, served)]
+    check_calls(body)
+    tools = offered_tools(body, served)
+    prompt = await chat_prompt(body, served, tools=tools is not None)
+    prompts = [prompt]
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    writer = ChatWriter(**_head(body, prompts, state, served, request_id, bool(body.logprobs)))
+    readers = [served.format.reader(prompt.text, tools) for _ in range(body.n or 1)]
+    inside = served.format.begins_inside(prompt.text) if served.format.reasoning else False
+    writer = ChatWriter(readers=readers, **_head(body, prompts, state, served, request_id, bool(body.logprobs)))
     requests = engine_requests(
         body,
         prompts,
@@ -68,6 +76,8 @@ async def chat(request: Request) -> Response:
         request_id=request_id,
         defaults=state.config.sampling_defaults,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=await answer_grammar(body, served, tools, inside=inside),
+        shown=served.format.shown(tools),
     )
     return await _answer(request, state, served, body, requests, writer)
 

@@ -50,8 +50,8 @@ class Generation:
         """The choices' outputs, merged in the order of arrival.
 
         Raises:
-            ApiError: 503 when the engine ended, aborted a choice because the server's grace time is over, or could not choose
-                a token because the model's logits are not finite.
+            ApiError: 400 when a choice cannot follow its grammar; 503 when the engine ended, aborted a choice because the
+                grace time is over, or could not choose a token because the logits are not finite.
         """
         arrived: asyncio.Queue[tuple[int, RequestOutput | EngineDead]] = asyncio.Queue()
         pumps = [asyncio.create_task(self._pump(index, arrived)) for index in range(len(self._streams))]
@@ -64,7 +64,11 @@ class Generation:
                 if item.finish_reason == "abort":
                     raise aborted()
                 if item.error is not None:
-                    raise ApiError(503, item.error, code="model_failed")
+                    raise (
+                        bad_request(item.error, code="grammar_failed")
+                        if item.grammar_failed
+                        else ApiError(503, item.error, code="model_failed")
+                    )
                 left -= item.finished
                 yield index, item
         finally:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from uncast.engine.grammar import Grammar
 from uncast.engine.request import Request, RequestError
 from uncast.engine.sampler import SamplingError, SamplingParams
 from uncast.engine.tokenizer import TemplateError
 from uncast.server.errors import ApiError, bad_request
-from uncast.server.requests import AnyMessage, ChatRequest, CompletionRequest, SamplingBody
+from uncast.server.requests import (
+    AnyMessage,
+    AssistantTurn,
+    ChatRequest,
+    CompletionRequest,
+    SamplingBody,
+    ToolResult,
+)
 from uncast.server.state import Served
 
 _INLINE_CHARS = 2000
 _SEED_SPACE = 2**63
+_TAKEN = ("messages", "tools", "add_generation_prompt")
 DEFAULT_COMPLETION_TOKENS = 16
 
 T = TypeVar("T")
@@ -60,28 +70,88 @@ async def completion_prompts(body: CompletionRequest, served: Served) -> list[Pr
     return prompts
 
 
-async def chat_prompt(body: ChatRequest, served: Served) -> Prompt:
+async def chat_prompt(body: ChatRequest, served: Served, *, tools: bool = False) -> Prompt:
     """The conversation, rendered by the model's template.
 
+    Args:
+        tools: whether the template sees the body's tools.
+
     Raises:
-        ApiError: 400 naming `messages`.
+        ApiError: 400 naming `messages` or `chat_template_kwargs`.
     """
     messages = [_message(message) for message in body.messages]
     chars = sum(len(message["content"]) for message in messages)
+    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    taken = next((name for name in variables if name in _TAKEN or name.endswith("_token")), None)
+    if taken is not None:
+        param = f"chat_template_kwargs.{taken}"
+        raise bad_request(f"{param} is set by the server", param, "invalid_combination")
+    if tools:
+        variables["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+        chars += _INLINE_CHARS
     try:
-        ids = await _aside(lambda: served.tokenizer.chat(messages), chars)
+        text = await _aside(lambda: _render(served, messages, variables), chars)
+        ids = await _aside(lambda: served.tokenizer.encode(text, add_special_tokens=False), chars)
     except TemplateError as error:
         raise bad_request(str(error), "messages", "chat_template") from None
     if not ids:
         raise bad_request("messages: they render to an empty prompt", "messages", "empty_prompt")
-    return Prompt(ids, "", "messages")
+    return Prompt(ids, text, "messages")
 
 
-def _message(message: AnyMessage) -> dict[str, str]:
+def _render(served: Served, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    """The rendered conversation. Arguments of earlier calls are objects for most templates; DeepSeek's add them to a text."""
+    try:
+        return served.tokenizer.render(_with_objects(messages), **{"add_generation_prompt": True, **variables})
+    except TemplateError:
+        if not any("tool_calls" in message for message in messages):
+            raise
+        return served.tokenizer.render(messages, **{"add_generation_prompt": True, **variables})
+
+
+def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def parsed(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.loads(call["function"]["arguments"])
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [parsed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _message(message: AnyMessage) -> dict[str, Any]:
     parts = message.content or ""
     content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-    rendered = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    return rendered if message.name is None else {**rendered, "name": message.name}
+    rendered: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+    }
+    if message.name is not None:
+        rendered["name"] = message.name
+    if isinstance(message, ToolResult):
+        rendered["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantTurn):
+        if message.reasoning_content is not None:
+            rendered["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            rendered["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return rendered
+
+
+def check_calls(body: ChatRequest) -> None:
+    """Raises `ApiError` 400 on arguments of earlier calls that are not a JSON object."""
+    for index, message in enumerate(body.messages):
+        for number, call in enumerate((message.tool_calls or ()) if isinstance(message, AssistantTurn) else ()):
+            try:
+                fine = isinstance(json.loads(call.function.arguments), dict)
+            except (ValueError, RecursionError):
+                fine = False
+            if not fine:
+                param = f"messages.{index}.tool_calls.{number}.function.arguments"
+                raise bad_request(f"{param}: should be the text of a JSON object", param, "invalid_json")
 
 
 async def _from_text(text: str, served: Served, param: str) -> Prompt:
@@ -143,8 +213,14 @@ def engine_requests(
     request_id: str,
     defaults: Mapping[str, float],
     logprobs: int | None,
+    grammar: Grammar | None = None,
+    shown: Sequence[str] = (),
 ) -> list[Request]:
     """One engine request per choice: prompt 0's `n` first, then prompt 1's.
+
+    Args:
+        grammar: of every answer.
+        shown: special tokens that are part of the text.
 
     Raises:
         ApiError: 400 naming the field.
@@ -177,6 +253,8 @@ def engine_requests(
                     max_tokens=budget,
                     stop=stop,
                     ignore_eos=bool(body.ignore_eos),
+                    grammar=grammar,
+                    shown_special=shown,
                     request_id=f"{request_id}-{index}",
                 )
                 request.check_fits(vocab_size=served.vocab_size, context=served.context, pool_rows=served.pool_rows)

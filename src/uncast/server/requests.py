@@ -52,6 +52,16 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="accepted and without effect")
 
 
+class StructuredOutputs(Body):
+    """Extension: what the answer's text must be; one of the fields."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = Field(None, description="true: any JSON object")
+    regex: str | None = Field(None, description="an expression in the syntax of Rust's regex crate")
+    choice: Annotated[list[StopText], Field(min_length=1, max_length=1000, fail_fast=True)] | None = None
+    grammar: str | None = Field(None, description="a Lark grammar, as llguidance reads it")
+
+
 class SamplingBody(Body):
     """What completions and chat completions have in common."""
 
@@ -87,6 +97,7 @@ class SamplingBody(Body):
         description="the same seed and request give the same text, under --deterministic whatever runs beside it; "
         "otherwise other requests in the batch can change it by rounding",
     )
+    structured_outputs: StructuredOutputs | None = Field(None, description="extension: what the text must be")
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with stream")
     user: str | None = Field(None, description="accepted and without effect")
@@ -116,6 +127,21 @@ class TextPart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    """What an earlier answer called."""
+
+    name: str
+    arguments: str = Field(description="the text of a JSON object")
+
+
+class EarlierCall(Body):
+    """A tool call of an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
@@ -134,15 +160,78 @@ class AssistantTurn(Body):
     content: Content | None = Field(None, description="a text or text parts")
     name: str | None = Field(None, description="accepted; most chat templates do not use it")
     refusal: str | None = Field(None, description="accepted and without effect")
+    reasoning_content: str | None = Field(None, description="extension: the reasoning before it, for the template")
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
 
 
-AnyMessage = Annotated[Message | AssistantTurn, Field(discriminator="role")]
+class ToolResult(Body):
+    """What a tool call gave."""
+
+    role: Literal["tool"]
+    content: Content = Field(description="a text or text parts")
+    tool_call_id: str
+    name: str | None = Field(None, description="accepted; most chat templates do not use it")
+
+
+AnyMessage = Annotated[Message | AssistantTurn | ToolResult, Field(discriminator="role")]
 
 
 class TextFormat(Body):
-    """The only response format: plain text."""
+    """Plain text."""
 
     type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A JSON schema with a name."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = Field(None, description="accepted and without effect")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="accepted: a schema is always followed")
+
+
+class JsonSchemaFormat(Body):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of an object")
+    strict: bool | None = Field(None, description="accepted; see tool_choice")
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class ChosenFunction(Body):
+    name: str
+
+
+class ChosenTool(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 class ChatRequest(SamplingBody):
@@ -156,4 +245,11 @@ class ChatRequest(SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = Field(
         None, description="and of this many best tokens; only with logprobs"
     )
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = Field(None, description="what the answer's text must be")
+    tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(
+        None, description="auto (default with tools): the model decides; required and a tool's name: by a grammar"
+    )
+    chat_template_kwargs: dict[str, str | bool | int | FiniteFloat] | None = Field(
+        None, description="extension: variables for the model's chat template, such as enable_thinking"
+    )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Answer(BaseModel):
@@ -68,10 +68,23 @@ class ChatLogprobs(Answer):
     refusal: None = None
 
 
+class Function(Answer):
+    name: str
+    arguments: str = Field(description="the text of a JSON object")
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
 class AssistantMessage(Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="extension: what the model thought before it answered")
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Answer):
@@ -92,9 +105,15 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
+class ToolCallDelta(ToolCall):
+    index: int = Field(ge=0)
+
+
 class Delta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(Answer):

@@ -144,7 +144,7 @@ async def _warm_up(state: ServerState, load: Callable[[], AsyncEngine]) -> None:
     threading.Thread(target=work, name="uncast-load", daemon=True).start()
     engine = await loaded
     engine.start()
-    served = Served.of(engine)
+    served = Served.of(engine, state.config)
     async for output in engine.submit(Request(prompt=[0], max_tokens=min(2, served.max_total - 1), ignore_eos=True)):
         if output.error is not None:
             raise GenerationError(output.error)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from uncast.engine.async_engine import AsyncEngine
+from uncast.engine.grammar import GrammarCompiler
 from uncast.engine.tokenizer import Tokenizer
+from uncast.server.chat_format import ChatFormat
 from uncast.server.errors import ApiError, draining
 from uncast.server.metrics import Metrics
 from uncast.server.profiler import Profiler
@@ -26,6 +28,7 @@ class ServerConfig:
         grace_s: seconds that running requests get after SIGTERM.
         profile_dir: where /stop_profile writes traces; None refuses profiling.
         sampling_defaults: temperature, top_p, top_k, min_p of a request that does not give them.
+        tool_parser, reasoning_parser: names of formats, "none", or "auto": as the chat template shows.
     """
 
     model_name: str
@@ -34,6 +37,8 @@ class ServerConfig:
     grace_s: float = 30.0
     profile_dir: Path | None = None
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         """Raises `ValueError` naming the field."""
@@ -53,6 +58,8 @@ class Served:
         vocab_size, context: of the model, in tokens.
         pool_rows: tokens that the KV pool holds.
         max_waiting: requests that the queue holds.
+        format: how its answers are read.
+        grammars: compiles for its tokens.
     """
 
     engine: AsyncEngine
@@ -61,13 +68,16 @@ class Served:
     context: int
     pool_rows: int
     max_waiting: int
+    grammars: GrammarCompiler
+    format: ChatFormat = field(default_factory=ChatFormat)
     texts: TokenTexts = field(init=False)
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.tokenizer)
 
     @classmethod
-    def of(cls, engine: AsyncEngine) -> Served:
+    def of(cls, engine: AsyncEngine, config: ServerConfig | None = None) -> Served:
+        """What an engine serves, read as the config says."""
         core = engine.engine
         model, pool = core.runner.model.config, core.runner.pool
         return cls(
@@ -77,6 +87,12 @@ class Served:
             context=model.max_position_embeddings,
             pool_rows=pool.num_pages * core.runner.page_size,
             max_waiting=core.config.max_waiting,
+            grammars=GrammarCompiler(core.tokenizer, model.vocab_size, model.stop_token_ids),
+            format=ChatFormat.of(
+                core.tokenizer,
+                "auto" if config is None else config.tool_parser,
+                "auto" if config is None else config.reasoning_parser,
+            ),
         )
 
     @property
