@@ -47,8 +47,9 @@ def print_summary(facts: dict[str, Any], runner: ModelRunner, result: Generation
         ("tokens", f"{result.tokens} new after {result.prompt_tokens} of prompt, {result.tokens_per_s:.1f} tokens/s")
     )
     if result.speculation != "off":
-        share = f", {result.accepted} of {result.drafted} accepted ({result.accepted / result.drafted:.0%})"
-        lines.append(("speculation", f"{result.speculation}{share if result.drafted else ''}"))
+        share = result.accepted / max(1, result.drafted)
+        came_of_it = f", {result.accepted} of {result.drafted} accepted ({share:.0%})" if result.drafted else ""
+        lines.append(("speculation", result.speculation + came_of_it))
     lines.append(("cache", f"{facts['kv_cache_dtype']}, {facts['kv_bytes_per_token_layer']} B per token and layer"))
     indexer, what = runner.model.config.indexer, "live rows"
     if indexer is not None:
