@@ -33,7 +33,10 @@ def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
         backends: names and dotted paths to register, the parent's.
         log: a file that takes stdout and stderr of this process, libraries' and crashes' included.
     """
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    except FileNotFoundError:
+        return  # interrupted while this process began: the probe has ended and taken its folder along
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(handle, 1)
