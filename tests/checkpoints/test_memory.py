@@ -16,6 +16,8 @@ from tests.checkpoints.packed_files import GLM_52, WEIGHTS, to_modelopt
 from tests.fixtures import FAMILIES
 from tests.quant.helpers import random_nvfp4
 
+EXPERTS = 48
+
 CHILD = """
 import sys, torch
 from pathlib import Path
@@ -46,14 +48,14 @@ print(resident("VmHWM") - before, sum(size([model.embed, model.lm_head, model.la
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """90 MB in BF16: twelve layers of GLM-4.7-Flash's kind."""
+    """150 MB in BF16, beside which a window of the file is small: twelve layers of GLM-4.7-Flash's kind."""
     folder = tmp_path_factory.mktemp("memory")
     config = {**FAMILIES["glm4_moe_lite"], "num_hidden_layers": 12, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1}
     config |= {
         "routed_scaling_factor": 1.8,
         "n_shared_experts": 1,
         "max_position_embeddings": 4096,
-        "n_routed_experts": 24,
+        "n_routed_experts": EXPERTS,
         "num_attention_heads": 2,
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -74,14 +76,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }  # fmt: skip
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(hidden)
-        widths = {"": 512} if layer == 0 else {"shared_experts.": 128} | {f"experts.{e}.": 128 for e in range(24)}
+        widths = {"": 512} if layer == 0 else {"shared_experts.": 128} | {f"experts.{e}.": 128 for e in range(EXPERTS)}
         for name, width in widths.items():
             for part in ("gate_proj", "up_proj"):
                 tensors[f"{mlp}{name}{part}.weight"] = rows(width, hidden)
             tensors[f"{mlp}{name}down_proj.weight"] = rows(hidden, width)
         if layer:
-            tensors[mlp + "gate.weight"] = rows(24, hidden)
-            tensors[mlp + "gate.e_score_correction_bias"] = torch.zeros(24)
+            tensors[mlp + "gate.weight"] = rows(EXPERTS, hidden)
+            tensors[mlp + "gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
     save_file(tensors, folder / WEIGHTS)
     return folder
 
