@@ -78,7 +78,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=40)
-    parser.add_argument("--only", metavar="auto|off|N", help="these settings and those without drafts, at temperature 0")
+    parser.add_argument(
+        "--only", metavar="auto|off|N", help="these settings and those without drafts, at temperature 0"
+    )
     parser.add_argument("--csv", type=Path, help="file to write (default: stdout)")
     args = parser.parse_args()
     torch.set_num_threads(1)
