@@ -59,6 +59,14 @@ def gguf_tensors(folder: Path, *, joined_kv_b: bool = False) -> dict[str, torch.
     return found
 
 
+def write_file(writer: gguf.GGUFWriter) -> None:
+    """Writes and closes what was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(
     folder: Path,
     path: Path,
@@ -85,13 +93,7 @@ def write_gguf(
         data = quantize(tensor.numpy(), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         meant[name] = torch.from_numpy(dequantize(data, kind).copy()).view(tensor.shape)
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    write_file(writer)
     return meant
 
 

@@ -1,4 +1,4 @@
-"""Rewrites a folder that transformers wrote as the quantisers write it: NVFP4 of modelopt and of compressed-tensors."""
+"""Rewrites a folder that transformers wrote as quantisers write it: FP8 blocks, NVFP4 of modelopt and of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -116,5 +116,33 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    tensors = {**load_file(folder / WEIGHTS), **changes}
-    save_file({k: v for k, v in tensors.items() if v is not None}, folder / WEIGHTS)
+    """Replaces or adds tensors; None removes one, which must be there."""
+    tensors = load_file(folder / WEIGHTS)
+    for name, value in changes.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, folder / WEIGHTS)
+
+
+def to_fp8_blocks(folder: Path) -> dict[str, torch.Tensor]:
+    """Rewrites every attention and MLP matrix as FP8 128x128 blocks; returns the values they now stand for."""
+    tensors, meant = load_file(folder / WEIGHTS), {}
+    for name in list(tensors):
+        weight = tensors[name]
+        if weight.dim() != 2 or "embed" in name or "lm_head" in name or "gate.weight" in name:
+            continue
+        rows, columns = weight.shape
+        scales = torch.empty(-(-rows // 128), -(-columns // 128))
+        codes, values = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+                scales[i, j] = weight[block].abs().max() / 448
+                codes[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+                values[block] = codes[block].float() * scales[i, j]
+        tensors[name], tensors[f"{name}_scale_inv"], meant[name] = codes, scales, values
+    save_file(tensors, folder / WEIGHTS)
+    edit_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
+    return meant

@@ -7,27 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints.packed_files import GLM_5, V32, WEIGHTS, edit_tensors, to_compressed_tensors, to_modelopt
-from tests.checkpoints.test_load import to_fp8_blocks
+from tests.checkpoints.packed_files import (
+    GLM_5,
+    V32,
+    WEIGHTS,
+    edit_tensors,
+    to_compressed_tensors,
+    to_fp8_blocks,
+    to_modelopt,
+)
 from tests.fixtures import FAMILIES, build_hf
 from uncast.cli.main import main
 from uncast.engine.survey import survey
 
 UP = "model.layers.1.mlp.experts.3.up_proj"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("glm")
-    build_hf("glm4_moe_lite", folder, num_hidden_layers=2)
-    return folder
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    for file in saved.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -18,7 +18,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from tests.checkpoints.gguf_files import MIXED, gguf_tensors, write_gguf
+from tests.checkpoints.gguf_files import MIXED, gguf_tensors, write_file, write_gguf
 from tests.fixtures import FAMILIES, build_hf
 from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint
 from uncast.checkpoints.gguf_file import GgufFile, companion_folder, gguf_path
@@ -80,13 +80,7 @@ def one_tensor(path: Path, kind: Kind, rows: int, columns: int, seed: int = 0) -
     raw = np.random.default_rng(seed).integers(0, 256, (rows, columns // block * size), dtype=np.uint8)
     writer = gguf.GGUFWriter(path, "deepseek2")
     writer.add_tensor("token_embd.weight", raw, raw_dtype=kind)
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    write_file(writer)
     return raw
 
 
@@ -191,13 +185,7 @@ def test_split_files_are_one_model(saved: Path, tmp_path: Path) -> None:
                 writer.add_key_value(field.name, field.contents(), field.types[0])
         for tensor in reader.tensors[number - 1 :: 2]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        for write in (
-            writer.write_header_to_file,
-            writer.write_kv_data_to_file,
-            writer.write_tensors_to_file,
-            writer.close,
-        ):
-            write()
+        write_file(writer)
     assert torch.equal(logits(parts, 3), expected)
     (parts / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(CheckpointError, match=r"cannot read .*m-00002-of-00002.gguf"):

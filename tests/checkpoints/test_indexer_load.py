@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints.test_load import edit_tensors, to_fp8_blocks
+from tests.checkpoints.packed_files import edit_tensors, to_fp8_blocks
 from tests.fixtures import build_hf
 from tests.models.helpers import fp32_pool, relative, step
 from uncast.checkpoints.files import CheckpointError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.fixtures import build_hf
+from tests.checkpoints.packed_files import WEIGHTS, edit_config, edit_tensors, to_fp8_blocks
 from tests.models.helpers import step
 from uncast.checkpoints.files import CheckpointError
 from uncast.checkpoints.load import load_config, load_model
@@ -20,61 +20,7 @@ from uncast.latent.pool import PagedPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::uncast.attention.ClaimedCapabilityWarning")
 
-WEIGHTS = "model.safetensors"
 KV_A = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("glm")
-    build_hf("glm4_moe_lite", folder, num_hidden_layers=2)
-    return folder
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    for file in saved.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
-def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    for name, value in changes.items():
-        if value is None:
-            del tensors[name]
-        else:
-            tensors[name] = value
-    save_file(tensors, folder / WEIGHTS)
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config.update(changes)
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-
-
-def to_fp8_blocks(folder: Path) -> dict[str, torch.Tensor]:
-    """Rewrites every attention and MLP matrix as FP8 128x128 blocks; returns the values they now stand for."""
-    tensors, meant = load_file(folder / WEIGHTS), {}
-    for name in list(tensors):
-        weight = tensors[name]
-        if weight.dim() != 2 or "embed" in name or "lm_head" in name or "gate.weight" in name:
-            continue
-        rows, columns = weight.shape
-        scales = torch.empty(-(-rows // 128), -(-columns // 128))
-        codes, values = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
-        for i in range(scales.shape[0]):
-            for j in range(scales.shape[1]):
-                block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-                scales[i, j] = weight[block].abs().max() / 448
-                codes[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
-                values[block] = codes[block].float() * scales[i, j]
-        tensors[name], tensors[f"{name}_scale_inv"], meant[name] = codes, scales, values
-    save_file(tensors, folder / WEIGHTS)
-    edit_config(folder, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
-    return meant
 
 
 def logits(folder: Path) -> torch.Tensor:

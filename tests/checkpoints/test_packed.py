@@ -19,7 +19,6 @@ from tests.checkpoints.packed_files import (
     to_compressed_tensors,
     to_modelopt,
 )
-from tests.fixtures import build_hf
 from tests.models.helpers import step
 from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint
 from uncast.checkpoints.load import load_model
@@ -32,20 +31,6 @@ from uncast.quant.packed import Nvfp4
 pytestmark = pytest.mark.filterwarnings("ignore::uncast.attention.ClaimedCapabilityWarning")
 
 UP = "model.layers.1.mlp.experts.3.up_proj"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("glm")
-    build_hf("glm4_moe_lite", folder, num_hidden_layers=2)
-    return folder
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    for file in saved.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
 
 
 def logits(folder: Path, **options: object) -> torch.Tensor:

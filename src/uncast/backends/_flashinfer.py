@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -32,9 +33,9 @@ class FlashInferBackend(FusedWriter):
         return Capability.refused(f"{cls.name} {reason}") if reason else Capability.claimed()
 
     @classmethod
+    @abstractmethod
     def refusal(cls, spec: ProblemSpec) -> str | None:
         """Why the kernel cannot run `spec`: the rest of a sentence that begins with its name; None if it can."""
-        raise NotImplementedError
 
     def _plan_wrapper(self, problem: Problem, metadata: Any, **contract: Any) -> Any:
         """A planned wrapper; `contract`: its layouts, LSE mode and scale mode.

@@ -1,4 +1,4 @@
-"""The fused cache writer for backends whose library has none: attention is theirs, the bytes of a row are ours."""
+"""The fused cache writer, of `native` and of backends whose library has none: attention is theirs, a row's bytes are ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from uncast.latent.codec import Scale
 
 
 class FusedWriter(Backend):
-    """A backend that writes with `kernels.cache_write` on a GPU, as `native` does, and with the reference writer on a CPU."""
+    """A backend that writes with `kernels.cache_write` on a GPU and with the reference writer on a CPU."""
 
     def write(
         self,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from uncast.attention.backend import Backend, Capability
+from uncast.attention.backend import Capability
 from uncast.attention.problem import Problem, ProblemError, ProblemSpec
-from uncast.kernels import cache_write, mma_launch, sparse_launch, wgmma_launch, wgmma_sparse_launch
+from uncast.backends._write import FusedWriter
+from uncast.kernels import mma_launch, sparse_launch, wgmma_launch, wgmma_sparse_launch
 from uncast.kernels.launch import Call, is_aligned, make_call
 from uncast.latent.codec import Scale
 
@@ -34,7 +35,7 @@ def _launch(plan: _Plan, call: Call, indices: torch.Tensor | None) -> None:
         wgmma_sparse_launch.launch(plan, call, indices)
 
 
-class NativeBackend(Backend):
+class NativeBackend(FusedWriter):
     """Portable and Hopper kernels behind one plan.
 
     Args:
@@ -95,21 +96,3 @@ class NativeBackend(Backend):
             _launch(self._plan, call, indices)
         if target is not out:
             out.copy_(target)
-
-    def write(
-        self,
-        ckv: torch.Tensor,
-        kpe: torch.Tensor,
-        cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        *,
-        kv_layout: str,
-        ckv_scale: Scale,
-        kpe_scale: Scale,
-        counters: torch.Tensor | None,
-    ) -> None:
-        with torch.cuda.device(cache.device):
-            cache_write.write_rows(
-                ckv, kpe, cache, slot_mapping,
-                kv_layout=kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
-            )  # fmt: skip

@@ -21,6 +21,8 @@ QUERY_DTYPES = (torch.bfloat16, torch.float16)
 LOG2E = 1.4426950408889634
 MANY_TILES = 1 << 20
 """Stands for any batch: the choice of a batch-invariant plan must not depend on it."""
+MIN_CHUNK = 1
+"""Fewest tiles of a split: a tile's own chain outweighs what a second tile would share."""
 STAGES = {"fp8_e4m3": {16: 5, 32: 5, 64: 4}, "fp8_ds_mla": {16: 4, 32: 4, 64: 3}}
 """Tiles in the ring per layout and block of query rows: as many as fit 227 KB of shared memory."""
 
@@ -55,15 +57,10 @@ def constexprs(layout: str, rows: int, page_size: int, bucket: int) -> dict[str,
         "PAGE": page_size,
         "BATCH": bucket,
         "OVERHEAD": item_overhead(rows),
-        "MIN_CHUNK": min_chunk(rows),
+        "MIN_CHUNK": MIN_CHUNK,
         "DS": scaled,
         "JOINT": scaled or rows < 64,
     }
-
-
-def min_chunk(rows: int) -> int:
-    """Fewest tiles of a split: a tile's own chain outweighs what a second tile would share."""
-    return 1
 
 
 def block_rows(rows: int, tiles: int) -> int:
@@ -105,7 +102,7 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
         max_q_len=spec.max_q_len,
         num_ctas=num_sms,
         batch_invariant=spec.batch_invariant,
-        min_chunk=min_chunk(rows),
+        min_chunk=MIN_CHUNK,
     )
     scaled = spec.kv_layout == "fp8_ds_mla"
     scratch = Scratch.allocate(splits, problem.kv_len_arr.device, torch.float16, scaled=scaled)
