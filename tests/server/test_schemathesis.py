@@ -48,7 +48,7 @@ def test_what_the_document_allows_is_answered(api: LiveServer, path: str) -> Non
     seen: Counter[int] = Counter()
 
     @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
-    @settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def try_one(case: schemathesis.Case) -> None:
         response = case.call()
         case.validate_response(
