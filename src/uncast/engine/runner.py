@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 from torch.profiler import record_function
@@ -127,8 +126,15 @@ class ModelRunner:
         self.attention_backend = self._warm_up()
 
     def _warm_up(self) -> str:
+        for max_q_len in (1,) if self.deterministic else (1, 8):
+            self._probe(max_q_len)
+        if self.deterministic:
+            self._check_fixed_rows()
+        return self.attention.resolve(self._spec(1, self._max_topk))
+
+    def _spec(self, max_q_len: int, topk: int) -> ProblemSpec:
         config = self.model.config
-        spec = ProblemSpec(
+        return ProblemSpec(
             num_heads=config.num_heads,
             head_dim_ckv=config.kv_lora_rank,
             head_dim_kpe=config.qk_rope_head_dim,
@@ -139,22 +145,32 @@ class ModelRunner:
             device=self.model.device.type,
             arch=arch_of(self.model.device),
             batch_invariant=self.deterministic,
+            max_q_len=max_q_len,
+            topk=topk,
         )
-        topk = self._max_topk
-        name = self.attention.resolve(replace(spec, topk=topk))
+
+    def probe(self, max_q_len: int) -> None:
+        """Checks attention of requests with up to so many queries, dense and sparse as this model's steps are: against the
+        oracle, in deterministic mode each request also alone, and on a GPU in a CUDA graph where the backend can be in one.
+
+        Raises:
+            RunnerError: it differs; one sentence.
+        """
+        self._probe(1 if self.deterministic else max_q_len, thorough=True)
+
+    def _probe(self, max_q_len: int, *, thorough: bool = False) -> None:
+        topk, indexer = self._max_topk, self.model.config.indexer
         for wanted in {topk} if self.deterministic else {0, topk}:
-            for max_q_len in (1,) if self.deterministic else (1, 8):
-                result = probe_combination(name, replace(spec, max_q_len=max_q_len, topk=wanted))
-                if not result.verified:
-                    raise RunnerError(result.reason)
-        if topk and config.indexer is not None and self.pool.index_layout is not None:
-            wanted_spec = replace(spec, max_q_len=1 if self.deterministic else 8, topk=topk)
-            fault = probe_indexer(name, wanted_spec, config.indexer.num_heads, self.pool.index_layout)
+            spec = self._spec(max_q_len, wanted)
+            result = probe_combination(self.attention.resolve(spec), spec, thorough=thorough)
+            if not result.verified:
+                raise RunnerError(result.reason)
+        if topk and indexer is not None and self.pool.index_layout is not None:
+            spec = self._spec(max_q_len, topk)
+            name = self.attention.resolve(spec)
+            fault = probe_indexer(name, spec, indexer.num_heads, self.pool.index_layout)
             if fault:
                 raise RunnerError(fault)
-        if self.deterministic:
-            self._check_fixed_rows()
-        return name
 
     def ensure_pages(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocates pages so that `sequence` can hold `num_tokens` rows.
