@@ -5,8 +5,8 @@ on the first question, and only if it is of exactly these versions:
 
     <folder>/<digest>.json    {"machine": {...}, "rows": [{"backend": ..., "status": "verified", "variants": [...], ...}]}
 
-`<folder>` is `$UNCAST_CACHE_DIR/probe`, else `$XDG_CACHE_HOME/uncast/probe`, else `~/.cache/uncast/probe`. `<digest>` is of the
-`machine` entry: chip, driver, and the versions of torch, triton, the peers and uncast, its sources included.
+`<folder>` is the probe's part of `uncast.cache_folder`. `<digest>` is of the `machine` entry: chip, driver, and the versions of
+torch, triton, the peers and uncast, its sources included.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from uncast.attention.problem import ProblemSpec
+from uncast.cache_folder import cache_folder
 from uncast.version import __version__
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin", "sgl-flash-mla")
@@ -143,17 +144,7 @@ def machine(device: str) -> dict[str, str]:
 def cache_path(device: str) -> Path:
     """The file of this machine's rows; it need not exist."""
     key = json.dumps(machine(device), sort_keys=True)
-    return cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-
-def cache_folder() -> Path:
-    """See the module; never created here."""
-    own = os.environ.get("UNCAST_CACHE_DIR")
-    if own:
-        return Path(own) / "probe"
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~/.cache"))
-    return base / "uncast" / "probe"
+    return cache_folder("probe") / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def read_rows(device: str) -> list[dict[str, Any]]:
