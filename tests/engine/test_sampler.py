@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from uncast.engine.sampler import Penalties, SamplingError, SamplingParams, sample
+from uncast.engine.sampler import Draw, Penalties, SamplingError, SamplingParams, sample, sample_rows
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.3, 0.2, 0.05])
 LOGITS = PROBABILITIES.log()
@@ -125,3 +127,31 @@ def test_repetition_counts_the_prompt_and_the_others_do_not() -> None:
         counted.count(token)
     assert counted.apply(logits).tolist() == [2.0, -2.0, 0.0]
     assert logits.tolist() == [2.0, -2.0, 1.0]
+
+
+def test_many_rows_draw_what_each_draws_alone() -> None:
+    """Random parameters and logits with ties, tiny probabilities and infinities; a temperature of 0 keeps what was chosen."""
+    rng = random.Random(0)
+    for vocab in (2, 37, 600):
+        values = torch.randn(400, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+        values[::3] = values[::3].bfloat16().float()  # ties
+        values[::7, 1] = -math.inf
+        values[::50, 0] = 1e30
+        params = [
+            SamplingParams(
+                temperature=rng.choice([0.0, 1e-300, 0.3, 1.0, 100.0]), top_k=rng.choice([0, 1, 5, 2**70]),
+                top_p=rng.choice([1.0, 1e-9, 0.5, 0.95]), min_p=rng.choice([0.0, 0.1, 1.0]), seed=row,
+            )
+            for row in range(400)
+        ]  # fmt: skip
+        expected = [sample(row, of, of.generator()) for row, of in zip(values, params, strict=True)]
+        draws = [Draw.of(of, of.generator()) if of.temperature else Draw() for of in params]
+        packed = torch.tensor([draw.packed() for draw in draws], dtype=torch.float64).T
+        assert sample_rows(values, packed, values.argmax(-1)).tolist() == expected
+
+
+def test_rows_that_are_not_numbers_draw_a_token_that_exists() -> None:
+    packed = torch.tensor([Draw(1.0, 0, 0.9, 0.1, 0.5).packed()] * 3, dtype=torch.float64).T
+    values = torch.tensor([[math.nan, 1.0], [math.inf, math.inf], [-math.inf, -math.inf]])
+    tokens = sample_rows(values, packed, torch.zeros(3, dtype=torch.int64))
+    assert set(tokens.tolist()) <= {0, 1}

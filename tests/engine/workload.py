@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from uncast.engine.active import ActiveRequest
 from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.lookahead import Flight
 from uncast.engine.request import Request, RequestOutput
 from uncast.engine.runner import ModelRunner
 from uncast.engine.sampler import SamplingParams
+from uncast.engine.static_step import BUCKETS, Chosen
 from uncast.engine.tokenizer import Tokenizer
 from uncast.models.decoder import MLADecoder
 
@@ -28,6 +32,26 @@ class RecordingEngine(Engine):
         self.logits[active.request.request_id].append(logits.clone())
         return super()._take(active, best, finite, logits)
 
+    def _take_flight(self, flight: Flight) -> list[RequestOutput]:
+        rows = self.flown.pop(id(flight.chosen))
+        for active, row in zip(flight.actives, rows, strict=True):
+            if self._is_alive(active):
+                self.logits[active.request.request_id].append(row)
+        return super()._take_flight(flight)
+
+    def keep_logits_of_flights(self) -> None:
+        """From now on; the step after overwrites them."""
+        self.flown: dict[int, torch.Tensor] = {}
+        launch = self.runner.launch
+
+        def launch_and_keep(*args: Any) -> Chosen:
+            chosen = launch(*args)
+            assert self.runner.decode_steps is not None
+            self.flown[id(chosen)] = self.runner.decode_steps.decode.logits[: len(args[0])].clone()
+            return chosen
+
+        self.runner.launch = launch_and_keep  # type: ignore[method-assign]
+
 
 def make_engine(
     model: MLADecoder,
@@ -40,6 +64,8 @@ def make_engine(
     max_step_tokens: int = 32,
     prefix_cache: bool = True,
     speculate: int = 0,
+    static: bool = False,
+    buckets: Sequence[int] = BUCKETS,
 ) -> RecordingEngine:
     runner = ModelRunner(
         model, kv_layout=kv_layout, num_pages=pages, page_size=PAGE, deterministic=deterministic, drafts=speculate > 0
@@ -47,8 +73,12 @@ def make_engine(
     config = EngineConfig(
         max_running=max_running, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, speculate=speculate
     )
+    if static:
+        drafts = [speculate] if speculate else []
+        assert runner.capture(max_running, drafts=drafts, buckets=buckets) is None
     engine = RecordingEngine(runner, tokenizer, config)
     engine.logits = defaultdict(list)
+    engine.keep_logits_of_flights()
     return engine
 
 

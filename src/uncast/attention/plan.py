@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -30,6 +30,11 @@ class AttentionPlan:
     validate: bool
     _impl: Backend
     _counted: Problem
+
+    def counting(self, problem: Problem) -> AttentionPlan:
+        """The same plan whose byte counts are of `problem`'s lengths, as for buffers that were refilled since. If its tensors
+        are on the host, no count waits for a device."""
+        return replace(self, _counted=problem)
 
     @cached_property
     def bytes_needed(self) -> int:

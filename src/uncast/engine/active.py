@@ -65,9 +65,12 @@ class ActiveRequest:
     @property
     def takes_best(self) -> bool:
         """Whether the likeliest token is taken and nothing else is asked for."""
-        params = self.request.params
-        plain = params.temperature == 0.0 and params.logprobs is None and not self.penalties.active
-        return plain and self.grammar is None
+        return self.request.params.temperature == 0.0 and self.chosen_on_device
+
+    @property
+    def chosen_on_device(self) -> bool:
+        """Whether nothing but logits, the sampler's parameters and random numbers decide on the next token."""
+        return self.request.params.logprobs is None and not self.penalties.active and self.grammar is None
 
     def choose(self, logits: torch.Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token from the model's logits float32 [vocab] on the host, and its log-probability if asked for.

@@ -10,6 +10,7 @@ import torch
 from uncast.engine.active import ActiveRequest
 from uncast.engine.drafter import Drafter
 from uncast.engine.grammar import GrammarError
+from uncast.engine.lookahead import Flight, Lookahead
 from uncast.engine.prefix_cache import PrefixCache
 from uncast.engine.request import NOT_FINITE, Request, RequestError, RequestOutput, TokenLogprob
 from uncast.engine.runner import ModelRunner, StepBytes
@@ -57,6 +58,8 @@ class Engine:
         config, runner, tokenizer: as given; the engine takes the runner's whole pool for itself.
         scheduler: who waits, runs and is swapped out.
         speculation: draft counts and what came of them; None if the runner does not draft.
+        ahead: decode steps that the device runs meanwhile; none before `ModelRunner.capture`.
+        last_step_bytes: cache bytes of the step whose outputs came last; None before it.
     """
 
     def __init__(self, runner: ModelRunner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
@@ -71,6 +74,8 @@ class Engine:
             max_step_tokens=self.config.max_step_tokens,
             prefix_cache=self.prefix_cache,
         )
+        self.ahead = Lookahead(runner, self.scheduler)
+        self.last_step_bytes: StepBytes | None = None
         self._active: dict[str, ActiveRequest] = {}
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._requests = self._prompt_tokens = self._completion_tokens = self._steps = 0
@@ -84,8 +89,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
-        return bool(self._active)
+        """Whether any request is not finished, or a step is under way."""
+        return bool(self._active) or self.ahead.current is not None
 
     def check(self, request: Request) -> None:
         """Raises `RequestError` if the request can never run on this model and pool. Safe from any thread."""
@@ -118,22 +123,35 @@ class Engine:
         if active is None:
             return []
         output = active.aborted()
-        self._finish(active, output)
+        self._finish(active, output, at_once=True)
         return [output]
 
     def step(self) -> list[RequestOutput]:
-        """Schedules and runs one forward step.
+        """Takes the tokens of one forward step, which it schedules and starts unless that step is under way. Before it waits
+        for them, it starts the step after it where that one is known (see `lookahead`).
 
         Returns:
             One output for each request that got a token or failed.
         """
-        if not self._active:
+        if not self.has_work:
             return []
         began = time.perf_counter()
-        if self.speculation is not None:
-            self.scheduler.keeps_up = self.speculation.keeps_up
-        chunks = self.scheduler.schedule()
-        self._prompt_tokens += sum(count for active, count in chunks if active.prefilling)
+        flight, self.ahead.current = self.ahead.current, None
+        if flight is None:
+            if self.speculation is not None:
+                self.scheduler.keeps_up = self.speculation.keeps_up
+            chunks = self.scheduler.schedule()
+            self._prompt_tokens += sum(count for active, count in chunks if active.prefilling)
+            flight = self.ahead.launch(chunks) if self.speculation is None else None
+            if flight is None:
+                return self._step_at_once(chunks, began)
+        self.ahead.launch_after(flight, self._is_alive)
+        outputs = self._take_flight(flight)
+        self._count(flight.bytes, time.perf_counter() - began)
+        return outputs
+
+    def _step_at_once(self, chunks: list[tuple[ActiveRequest, int]], began: float) -> list[RequestOutput]:
+        """Runs a scheduled step and chooses from its logits."""
         decoding = sum(not active.prefilling for active, _ in chunks)
         wanted = 0 if self.speculation is None else self.speculation.count(decoding)
         drafting = self._draft(chunks, wanted)
@@ -144,10 +162,8 @@ class Engine:
         outputs = self._choose([active for active, _ in chunks], logits)
         chosen = time.perf_counter()
         self._keep_up(chunks)
-        for output in outputs:
-            if output.finished:
-                self._finish(self._active[output.request_id], output)
-        self._count(time.perf_counter() - began)
+        self._finish_all(outputs)
+        self._count(self.runner.last_step_bytes(), time.perf_counter() - began)
         if self.speculation is not None and decoding:
             seconds = (time.perf_counter() if wanted else chosen) - began
             self.speculation.rest()
@@ -155,9 +171,24 @@ class Engine:
                 self.speculation.observe(decoding, wanted, seconds)
         return outputs
 
+    def _take_flight(self, flight: Flight) -> list[RequestOutput]:
+        """Waits for a step under way and takes its tokens; those of requests that are over are nobody's."""
+        tokens, finite = flight.chosen.read()
+        outputs = []
+        for active, token, is_finite in zip(flight.actives, tokens, finite, strict=True):
+            if self._is_alive(active):
+                self.scheduler.keep_full_pages(active)
+                outputs.append(self._accept(active, token) if is_finite else active.failed(NOT_FINITE))
+        self.ahead.land(flight)
+        self._finish_all(outputs)
+        return outputs
+
+    def _is_alive(self, active: ActiveRequest) -> bool:
+        return self._active.get(active.request.request_id) is active
+
     def check_integrity(self) -> None:
         """Raises `PoolError` unless running requests and the prefix cache together explain every page of the pool."""
-        owners = [active.sequence.pages for active in self.scheduler.running]
+        owners = [active.sequence.pages for active in self.scheduler.running] + self.ahead.owners()
         if self.prefix_cache is not None:
             owners.append(self.prefix_cache.pages())
         self.runner.pool.check_integrity(owners)
@@ -245,7 +276,10 @@ class Engine:
                 choice = active.choose(logits)
             except GrammarError as error:
                 return active.failed(str(error), grammar=True)
-        output = active.accept(*choice)
+        return self._accept(active, *choice)
+
+    def _accept(self, active: ActiveRequest, token: int, logprob: TokenLogprob | None = None) -> RequestOutput:
+        output = active.accept(token, logprob)
         self._completion_tokens += len(output.token_ids)
         return output
 
@@ -271,16 +305,21 @@ class Engine:
         for active, _ in chunks:
             self.scheduler.keep_full_pages(active)
 
-    def _finish(self, active: ActiveRequest, output: RequestOutput) -> None:
+    def _finish_all(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                self._finish(self._active[output.request_id], output)
+
+    def _finish(self, active: ActiveRequest, output: RequestOutput, *, at_once: bool = False) -> None:
         assert output.finish_reason is not None
-        self.scheduler.remove(active)
+        self.ahead.part(active, at_once=at_once)
         del self._active[active.request.request_id]
         self._finished[output.finish_reason] += 1
 
-    def _count(self, seconds: float) -> None:
+    def _count(self, now: StepBytes, seconds: float) -> None:
         self._steps += 1
         self._step_seconds += seconds
-        now, total = self.runner.last_step_bytes(), self._bytes
+        self.last_step_bytes, total = now, self._bytes
         self._bytes = StepBytes(
             total.needed + now.needed,
             total.read + now.read,

@@ -76,7 +76,7 @@ def stream(
     try:
         while engine.has_work:
             outputs = engine.step()
-            result.step_bytes = runner.last_step_bytes()
+            result.step_bytes = engine.last_step_bytes
             if engine.speculation is not None:
                 result.drafted, result.accepted = engine.speculation.drafted, engine.speculation.accepted
                 result.speculation = engine.speculation.describe()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -10,63 +12,23 @@ from torch.profiler import record_function
 from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
 from uncast.attention.metadata import arch_of
 from uncast.engine.batch import Batch
+from uncast.engine.decode_steps import DecodeSteps, graph_refusal
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
+from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool
+from uncast.engine.sampler import Draw
 from uncast.engine.sequence import MTPState, Rows, Sequence, tiles, whole
+from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, StaticStep, StepParts, StepRequest
 from uncast.engine.step_bytes import StepBytes, step_bytes
 from uncast.latent.codec import new_counters
-from uncast.latent.index_keys import IndexLayout, index_layout, matching_layout
-from uncast.latent.layouts import RowLayout, row_layout
+from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
-from uncast.models.config import ModelConfig
 from uncast.models.decoder import ForwardBatch, MLADecoder
 from uncast.models.indexer import IndexCache
 from uncast.verify.indexer_probe import probe_indexer
 from uncast.verify.probe import probe_combination
 
 __all__ = ["MTPState", "ModelRunner", "Rows", "RunnerError", "Sequence", "StepBytes"]
-
-_NO_MEMORY = ("allocate memory", "out of memory", "overflow", "Overflow")
-
-
-class RunnerError(RuntimeError):
-    """The runner cannot be set up for this model, layout or backend; one sentence."""
-
-
-def _pool(
-    config: ModelConfig,
-    layout: RowLayout,
-    num_pages: int,
-    page_size: int,
-    device: torch.device,
-    keys: IndexLayout | None,
-    more_layers: int = 0,
-) -> PagedPool:
-    """A pool for the model's rows and, with an indexer, its keys.
-
-    Raises:
-        RunnerError: it does not fit into memory.
-    """
-    try:
-        return PagedPool(
-            layout,
-            num_layers=config.num_layers + more_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            device=device,
-            index_layout=keys,
-            num_index_layers=0 if config.indexer is None else len(config.indexer.full_layers),
-        )
-    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
-        # torch has a class for this on a GPU only, and refuses sizes beyond 64 bits in several ways.
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _NO_MEMORY):
-            raise
-        tokens = num_pages * page_size
-        raise RunnerError(f"a KV pool of {tokens} tokens does not fit into memory: ask for fewer") from None
-
-
-def _index_layout(name: str, rows: RowLayout, head_dim: int) -> IndexLayout:
-    return matching_layout(rows, head_dim) if name == "auto" else index_layout(name, head_dim)
 
 
 class ModelRunner:
@@ -78,6 +40,7 @@ class ModelRunner:
         hidden: with `drafts`, of each chunk of the last step the hidden states [count, hidden_size] after the final norm.
         counters: int64 [3], saturated, subnormal and NaN values written so far.
         deterministic: a sequence's logits are the same bits in every batch; see `fixed_rows`.
+        decode_steps: steps in static buffers, after `capture`; None before it.
     """
 
     def __init__(
@@ -106,13 +69,13 @@ class ModelRunner:
         config = model.config
         layout = row_layout(kv_layout, config.kv_lora_rank, config.qk_rope_head_dim)
         self.model, self.page_size, self.deterministic = model, page_size, deterministic
-        keys = None if config.indexer is None else _index_layout(index_layout_name, layout, config.indexer.head_dim)
+        keys = None if config.indexer is None else index_layout_of(index_layout_name, layout, config.indexer.head_dim)
         if drafts and (model.mtp is None or config.indexer is not None):
             raise RunnerError(
                 "this model cannot draft: speculation needs an MTP layer and attention that is not sparse"
             )
         self.drafts, self.hidden = drafts, list[torch.Tensor]()
-        self.pool = _pool(config, layout, num_pages, page_size, model.device, keys, int(drafts))
+        self.pool = make_pool(config, layout, num_pages, page_size, model.device, keys, int(drafts))
         self.attention = MLAPagedAttention(attention_backend)
         self.counters = new_counters(model.device)
         self._decoder = with_fixed_rows(model) if deterministic else model
@@ -123,6 +86,7 @@ class ModelRunner:
         self._draft_plans: list[tuple[AttentionPlan, int]] = []
         self._draft_rows = 0
         self._chunks: list[tuple[int, int]] = []
+        self.decode_steps: DecodeSteps | None = None
         self.attention_backend = self._warm_up()
 
     def _warm_up(self) -> str:
@@ -187,13 +151,61 @@ class ModelRunner:
         pages, sequence.pages, sequence.cached = sequence.pages, [], 0
         self.pool.release(pages)
 
+    def capture(
+        self, max_requests: int, *, drafts: Seq[int] = (), graphs: bool | None = None, buckets: Seq[int] = BUCKETS
+    ) -> str | None:
+        """Prepares decode steps of up to `max_requests` requests, and those that verify these numbers of drafts, in static
+        buffers: on a GPU as CUDA graphs (unless `graphs` is false), see `static_step`. Later steps that fit them use them.
+
+        Returns:
+            None, or a sentence that says why every step stays eager.
+        """
+        device, topk = self.model.device, self._max_topk
+        reason = graph_refusal(self._decoder, self.attention.requested, self._spec(1, topk))
+        if reason is not None:
+            return reason
+        longest = min(self.pool.num_pages * self.page_size, self.model.config.max_position_embeddings)
+        parts = StepParts(
+            self._decoder, self.pool, self.counters, self.attention.requested, self.deterministic, self.drafts, topk,
+            self.pool.pages_for(longest), self._plan_static,
+        )  # fmt: skip
+        on = device.type == "cuda" if graphs is None else graphs and device.type == "cuda"
+        self.decode_steps = DecodeSteps(parts, max_requests, drafts, graphs=on, buckets=buckets)
+        return None
+
+    def launch(self, sequences: Seq[Sequence], sources: Seq[int], draws: Seq[tuple[int, Draw]] = ()) -> Chosen:
+        """Starts a decode step of the next row of each sequence, in `decode_steps.decode`; nothing waits for the device.
+
+        Args:
+            sources: by sequence, the row of the launch before this one that chose the token to run, or `KNOWN`: its last.
+            draws: (row, how it samples); other rows take their likeliest token.
+
+        Returns:
+            What the step chose, in the order of `sequences`; `cached` counts the rows already.
+        """
+        assert self.decode_steps is not None
+        requests = [
+            StepRequest(s.pages, s.cached + 1, [s.tokens[s.cached] if source == KNOWN else 0], source)
+            for s, source in zip(sequences, sources, strict=True)
+        ]
+        step = self.decode_steps.decode
+        rows = self._run_static(step, requests, [(sequence, 1) for sequence in sequences], draws)
+        return step.chosen(rows)
+
     def step(self, chunks: Seq[tuple[Sequence, int]], *, every_token: bool = False) -> torch.Tensor:
         """Runs the next `count` uncached tokens of each sequence, its drafts included; pages must be there.
 
         Returns:
             float32 [rows, vocab]: logits after each chunk's last token, of a sequence with drafts after its last token and each
-            draft; with `every_token`, after each token of all chunks in order.
+            draft; with `every_token`, after each token of all chunks in order. After `capture` they, and `hidden`, may be in
+            buffers that the next step overwrites.
         """
+        found = None if self.decode_steps is None or every_token else self.decode_steps.find(chunks)
+        if found is not None:
+            count = self._run_static(found[0], found[1], chunks)
+            if found[0].hidden is not None:
+                self.hidden = list(torch.split(found[0].hidden[:count], [count for _, count in chunks]))
+            return found[0].logits[:count]
         rows = []
         for sequence, count in chunks:
             start, end = sequence.cached, sequence.cached + count
@@ -209,6 +221,21 @@ class ModelRunner:
             hidden = torch.cat([result[1] for result in results])[: sum(count for _, count in chunks)]
             self.hidden = list(torch.split(hidden, [count for _, count in chunks]))
         return results[0][0] if len(results) == 1 else torch.cat([result[0] for result in results])
+
+    def _run_static(
+        self,
+        step: StaticStep,
+        requests: Seq[StepRequest],
+        chunks: Seq[tuple[Sequence, int]],
+        draws: Seq[tuple[int, Draw]] = (),
+    ) -> int:
+        """Runs a static step; how many rows it has."""
+        with record_function(step_label([(sequence.cached + count, count) for sequence, count in chunks])):
+            rows = step.run(requests, draws)
+        for sequence, count in chunks:
+            sequence.cached += count
+        self._plans, self._chunks = step.used, [(sequence.cached, count) for sequence, count in chunks]
+        return rows
 
     def batches(self, rows: Seq[Rows], shift: int = 0) -> list[Batch]:
         """What passes these rows take, in order: one or, in deterministic mode, tiles of which the last is filled up.
@@ -293,27 +320,44 @@ class ModelRunner:
         return logits[torch.tensor(batch.wanted, device=logits.device)]
 
     def _plan(self, batch: Batch, pool: PagedPool, lengths: torch.Tensor | None = None) -> AttentionPlan:
-        """Plans attention; `lengths` is the buffer of sequence lengths, for a caller that refills it."""
-        device, config = self.model.device, self.model.config
-        if lengths is None:
-            lengths = torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)
-        return self.attention.plan(
-            torch.tensor(batch.ends, dtype=torch.int32, device=device),
+        """Plans attention; `lengths` is the buffer of sequence lengths, for a caller that refills it. Its bytes are counted by
+        what the host knows."""
+        device = self.model.device
+        ends, lens = (torch.tensor(values, dtype=torch.int32) for values in (batch.ends, batch.kv_lens))
+        plan = self.attention.plan(
+            ends.to(device),
             block_tables=pool.block_table(batch.tables),
-            seq_lens=lengths,
-            num_heads=config.num_heads,
-            head_dim_ckv=config.kv_lora_rank,
-            head_dim_kpe=config.qk_rope_head_dim,
-            page_size=self.page_size,
-            sm_scale=config.sm_scale,
-            q_data_type=self.model.dtype,
-            kv_layout=pool.layout.name,
+            seq_lens=lens.to(device) if lengths is None else lengths,
             max_q_len=batch.max_q_len,
             total_q=batch.ends[-1],
-            num_pages=pool.num_pages,
-            batch_invariant=self.deterministic,
-            topk=self._topk(batch),
+            **self._planning(pool, self._topk(batch)),
         )
+        if plan.copy_layout is not None:  # such a backend's bytes depend on page numbers, too
+            return plan
+        return plan.counting(replace(plan.problem, qo_indptr=ends, kv_len_arr=lens))
+
+    def _planning(self, pool: PagedPool, topk: int) -> dict[str, Any]:
+        """What every plan says alike."""
+        config = self.model.config
+        return {
+            "num_heads": config.num_heads, "head_dim_ckv": config.kv_lora_rank, "head_dim_kpe": config.qk_rope_head_dim,
+            "page_size": self.page_size, "sm_scale": config.sm_scale, "q_data_type": self.model.dtype,
+            "kv_layout": pool.layout.name, "num_pages": pool.num_pages, "batch_invariant": self.deterministic, "topk": topk,
+        }  # fmt: skip
+
+    def _plan_static(
+        self,
+        attention: MLAPagedAttention,
+        starts: torch.Tensor,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        q_len: int,
+        topk: int,
+    ) -> AttentionPlan:
+        return attention.plan(
+            starts, block_tables=tables, seq_lens=lengths, max_q_len=q_len, total_q=q_len * lengths.shape[0],
+            **self._planning(self.pool, topk),
+        )  # fmt: skip
 
     def _inputs(self, batch: Batch, pool: PagedPool) -> ForwardBatch:
         device = self.model.device
@@ -335,7 +379,7 @@ class ModelRunner:
     def _check_fixed_rows(self) -> None:
         """Raises `RunnerError` if a row's logits depend on its place in the tile or on its neighbours."""
         config, pool = self.model.config, self.pool
-        pool = _pool(config, pool.layout, ROW_TILE, self.page_size, self.model.device, pool.index_layout)
+        pool = make_pool(config, pool.layout, ROW_TILE, self.page_size, self.model.device, pool.index_layout)
         sequences = [Sequence([i * 7919 % self.model.config.vocab_size], [i]) for i in range(ROW_TILE)]
         rows = [Rows(sequence, 0, 1, 0) for sequence in sequences]
         together, _ = self._forward(tiles(rows, 0, self.page_size)[0], pool)

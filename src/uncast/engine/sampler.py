@@ -132,6 +132,58 @@ class Penalties:
         return logits
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How one row samples, with its random number; a temperature of 0 keeps what was chosen before."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    number: float = 0.0
+
+    @classmethod
+    def of(cls, params: SamplingParams, generator: torch.Generator) -> Draw:
+        """Takes the next of the request's random numbers, as `sample` does."""
+        number = float(torch.rand((), generator=generator, dtype=torch.float64))
+        return cls(params.temperature, params.top_k, params.top_p, params.min_p, number)
+
+    def packed(self) -> tuple[float, ...]:
+        """A column of `sample_rows`' `draws`."""
+        return self.temperature, float(min(self.top_k, 1 << 40)), self.top_p, self.min_p, self.number
+
+
+def sample_rows(logits: torch.Tensor, draws: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+    """`sample` for many rows on any device, with nothing that makes the host wait.
+
+    The same tokens for the same random numbers: only sums over the vocabulary are rounded in another order (float64).
+
+    Args:
+        logits: float32 [n, vocab].
+        draws: float64 [5, n], columns of `Draw.packed`.
+        otherwise: int64 [n], taken where the temperature is 0. Of rows whose logits are not finite the result means nothing.
+
+    Returns:
+        int64 [n].
+    """
+    temperature, top_k, top_p, min_p, number = draws[..., None]
+    greedy = temperature == 0.0
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    wide = ranked.double()
+    weights = torch.softmax((wide - wide[:, :1]) / torch.where(greedy, 1.0, temperature), dim=-1)
+    places = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float64)
+    keep = (weights > 0) & ((top_k == 0) | (places < top_k))
+    kept = torch.where(keep, weights, 0.0)
+    keep &= (top_p >= 1.0) | (weights.cumsum(-1) - weights < top_p * kept.sum(-1, keepdim=True))
+    keep &= weights >= min_p * weights[:, :1]
+    keep[:, 0] = True
+    sums = torch.where(keep, weights, 0.0).cumsum(-1)
+    found = torch.searchsorted(sums, number * sums[:, -1:], right=True)
+    last = torch.where(keep, places, 0.0).amax(-1, keepdim=True).long()
+    tokens = order.gather(-1, torch.minimum(found, last))
+    return torch.where(greedy, otherwise[:, None], tokens)[:, 0]
+
+
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
     """The next id from finite logits float32 [vocab]; filters apply in the order top_k, top_p, min_p, after temperature."""
     if params.temperature == 0.0:

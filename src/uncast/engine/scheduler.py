@@ -95,7 +95,7 @@ class Scheduler:
         if self.cache is None or active.node is None:
             return
         sequence, size = active.sequence, self.pool.page_size
-        full, drafts = sequence.cached, sequence.mtp is not None
+        full, drafts = min(sequence.cached, len(sequence.tokens)), sequence.mtp is not None
         if self.cache.lookahead:
             full = min(full, len(sequence.tokens) - 1 if sequence.mtp is None else sequence.mtp.cached)
         for index in range(active.shared, full // size):
@@ -107,12 +107,34 @@ class Scheduler:
                 sequence.pages[index] = self.cache.exchange(active.node, page)
             active.shared = index + 1
 
+    def reserve_next(self, actives: list[ActiveRequest]) -> bool:
+        """Pages for one more row of each of these running requests, for a step that is planned while the one before it runs.
+
+        Only where the next step would run these requests and no other ones: nobody else runs, or can come in; False otherwise,
+        and where pages are short. Then nothing has changed, and the step is left to `schedule`.
+        """
+        if any(active.prefilling for active in self.running) or self._can_swap_in() or self._can_admit():
+            return False
+        size = self.pool.page_size
+        short = [active for active in actives if active.sequence.cached >= len(active.sequence.pages) * size]
+        try:
+            pages = self._allocate(len(short))
+        except OutOfPages:
+            return False
+        for active, page in zip(short, pages, strict=True):
+            active.sequence.pages.append(page)
+        return True
+
     def remove(self, active: ActiveRequest) -> None:
         """Takes a finished or aborted request out, wherever it is, and gives up its pages (the prefix tree keeps its own)."""
+        self.withdraw(active)
+        self.give_up_pages(active)
+
+    def withdraw(self, active: ActiveRequest) -> None:
+        """As `remove`, but the request keeps its pages until `give_up_pages`: a step that is under way writes there."""
         for place in (self.running, self.swapped, self.waiting):
             if active in place:
                 place.remove(active)
-        self._give_up_pages(active)
         active.host = None
 
     def pages_in_use(self) -> int:
@@ -137,17 +159,11 @@ class Scheduler:
 
     def _admit(self, active: ActiveRequest) -> bool:
         """Gives the first waiting request the pages of its whole prompt and of the first new row, found or fresh."""
-        if self.swapped or len(self.running) >= self.max_running:
-            return False
         sequence, prompt = active.sequence, len(active.request.prompt)
-        found: list[int] = []
-        if self.cache is not None:
-            # The last prompt token always runs: its logits choose the first new token.
-            found, active.node = self.cache.match(sequence.tokens, prompt - 1)
-        wanted = self.pool.pages_for(prompt + 1) - len(found)
-        if wanted > self.pool.num_pages - len(self._owned().union(found)):
-            self.pool.release(found)
+        found = self._pages_to_admit(active)
+        if found is None:
             return False
+        wanted = self.pool.pages_for(prompt + 1) - len(found)
         sequence.pages = found + self._allocate(wanted)
         active.shared = len(found)
         sequence.cached = active.cached_tokens = active.shared * self.pool.page_size
@@ -157,6 +173,24 @@ class Scheduler:
         self.prefix_hit_tokens += active.cached_tokens
         self.running.append(active)
         return True
+
+    def _pages_to_admit(self, active: ActiveRequest) -> list[int] | None:
+        """The cached pages of a waiting request's prompt, which the caller then owns; None if it cannot be admitted now."""
+        if self.swapped or len(self.running) >= self.max_running:
+            return None
+        prompt, found = len(active.request.prompt), list[int]()
+        if self.cache is not None:
+            # The last prompt token always runs: its logits choose the first new token.
+            found, active.node = self.cache.match(active.sequence.tokens, prompt - 1)
+        if self.pool.pages_for(prompt + 1) - len(found) > self.pool.num_pages - len(self._owned().union(found)):
+            self.pool.release(found)
+            return None
+        return found
+
+    def _can_admit(self) -> bool:
+        found = self._pages_to_admit(self.waiting[0]) if self.waiting else None
+        self.pool.release(found or [])
+        return found is not None
 
     def _allocate(self, count: int) -> list[int]:
         """Raises `OutOfPages` if even the prefix cache has not enough to give."""
@@ -172,7 +206,7 @@ class Scheduler:
     def _swap_out(self, active: ActiveRequest) -> None:
         sequence = active.sequence
         active.host = copy_out(self.pool, sequence.pages[: self.pool.pages_for(sequence.cached)])
-        self._give_up_pages(active)
+        self.give_up_pages(active)
         self.running.remove(active)
         bisect.insort(self.swapped, active, key=_arrival)
         self.preemptions += 1
@@ -180,15 +214,11 @@ class Scheduler:
 
     def _swap_in(self) -> None:
         """Oldest first, each with the pages that it needs for its next row, plus one to spare while others run."""
-        while self.swapped:
+        while self._can_swap_in():
             active = self.swapped[0]
             assert active.host is not None
             sequence = active.sequence
-            wanted = self.pool.pages_for(max(sequence.cached, len(active.request.prompt)) + 1)
-            spare = 1 if self.running else 0
-            if wanted + spare > self.pool.num_pages - self.pages_in_use():
-                return
-            sequence.pages = self._allocate(wanted)
+            sequence.pages = self._allocate(self._pages_to_swap_in(active))
             copy_in(self.pool, active.host, sequence.pages[: active.host.num_pages])
             self.swap_bytes += active.host.nbytes
             active.host = None
@@ -198,7 +228,17 @@ class Scheduler:
             active.node = None if self.cache is None else self.cache.root
             self.keep_full_pages(active)
 
-    def _give_up_pages(self, active: ActiveRequest) -> None:
+    def _can_swap_in(self) -> bool:
+        if not self.swapped:
+            return False
+        spare = 1 if self.running else 0
+        return self._pages_to_swap_in(self.swapped[0]) + spare <= self.pool.num_pages - self.pages_in_use()
+
+    def _pages_to_swap_in(self, active: ActiveRequest) -> int:
+        return self.pool.pages_for(max(active.sequence.cached, len(active.request.prompt)) + 1)
+
+    def give_up_pages(self, active: ActiveRequest) -> None:
+        """Gives up the request's pages; the prefix tree keeps its own."""
         pages, active.sequence.pages = active.sequence.pages, []
         self.pool.release(pages)
         active.node, active.shared = None, 0

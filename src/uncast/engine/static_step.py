@@ -1,0 +1,310 @@
+"""Decode and verify steps in buffers that stay where they are, so that a CUDA graph can hold the whole step.
+
+    one copy to the device     token ids, positions, slots, lengths, sources of every row; new entries of block tables
+    a part, one graph:         ids = where(source < 0, ids, tokens chosen in the step before)
+                               the model, attention planned once over these buffers, logits
+                               best = argmax, finite = isfinite(max)
+    tail, no graph             rows that sample draw their token (`sampler.sample_rows`)
+    one copy to the host       what was chosen and whether it was finite, in pinned memory, with an event
+
+A part is a range of requests with `q_len` query rows each. By default one part runs, the smallest of `buckets` that holds the
+batch; in deterministic mode parts are tiles of `ROW_TILE` rows and as many run as the batch needs. Rows beyond the batch have
+slot -1 and length 0: they are written nowhere, attend to nothing and no byte counts them.
+
+On a CPU, or with graphs off, a part is called instead of replayed; everything else is the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from uncast.attention import AttentionPlan, MLAPagedAttention
+from uncast.engine.fixed_rows import ROW_TILE
+from uncast.engine.sampler import Draw, sample_rows
+from uncast.latent.pool import PagedPool
+from uncast.models.decoder import ForwardBatch, MLADecoder
+from uncast.models.indexer import IndexCache
+
+BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Requests of a part. A row of no one still reads the experts that it is routed to, so small batches have none."""
+KNOWN = -1
+"""Source of a row whose token the host knows."""
+_IDS, _POSITIONS, _SLOTS, _LENGTHS, _SOURCES = range(5)
+_WARM_RUNS = 2
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What of a runner its steps are made of.
+
+    Attributes:
+        plan: plans attention of a part: (object, qo_indptr, block tables, lengths, q_len, topk).
+        max_topk: of steps with sparse attention; 0: there are none.
+        width: pages of the longest request.
+    """
+
+    decoder: MLADecoder
+    pool: PagedPool
+    counters: torch.Tensor
+    backend: str
+    deterministic: bool
+    drafts: bool
+    max_topk: int
+    width: int
+    plan: Callable[[MLAPagedAttention, torch.Tensor, torch.Tensor, torch.Tensor, int, int], AttentionPlan]
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """One request of a step: its last `q_len` rows, whose tokens are `tokens`, end at row `kv_len`.
+
+    Attributes:
+        source: the row of the step before that chose the (only) token, else `KNOWN`.
+    """
+
+    pages: Seq[int]
+    kv_len: int
+    tokens: Seq[int]
+    source: int = KNOWN
+
+
+class Chosen:
+    """Tokens that a step chose, on their way to the host."""
+
+    def __init__(self, results: torch.Tensor, rows: int) -> None:
+        """results: int64 [2, rows at least]: tokens, and whether their logits were finite."""
+        self._rows = rows
+        self._event: Any = None
+        if results.is_cuda:
+            self._host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+            self._host.copy_(results, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._host = results.clone()
+
+    def wait(self) -> None:
+        """Returns when the step is over on the device."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def read(self) -> tuple[list[int], list[bool]]:
+        """Of each row its token and whether its logits were finite; waits for them."""
+        self.wait()
+        tokens, finite = self._host.tolist()
+        return tokens[: self._rows], [bool(value) for value in finite[: self._rows]]
+
+
+@dataclass
+class _Part:
+    """Requests [first, last) of the buffers; what runs them, by topk, and the plans behind it."""
+
+    first: int
+    last: int
+    run: dict[int, Callable[[], None]] = field(default_factory=dict)
+    plans: dict[int, AttentionPlan] = field(default_factory=dict)
+
+
+class StaticStep:
+    """Steps of up to `max_requests` requests with `q_len` query rows each (in deterministic mode 1: each row is a request).
+
+    Attributes:
+        logits: float32 [rows, vocab]; hidden: [rows, hidden_size] with drafts, else None; valid until the next step.
+    """
+
+    def __init__(self, parts: StepParts, max_requests: int, q_len: int = 1, buckets: Seq[int] = BUCKETS) -> None:
+        self._parts, self.q_len = parts, q_len
+        if parts.deterministic:
+            max_requests = -(-max_requests // ROW_TILE) * ROW_TILE
+        self.max_requests = max_requests
+        rows, decoder = max_requests * q_len, parts.decoder
+        config, device = decoder.config, decoder.device
+        self._device = device
+        self._inputs = torch.zeros((5, rows), dtype=torch.int64, device=device)
+        self._results = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        self._previous = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._every_row = torch.arange(rows, device=device)
+        self._lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((max_requests, parts.width), dtype=torch.int32, device=device)
+        self._held: list[list[int]] = [[] for _ in range(max_requests)]
+        self.logits = torch.zeros((rows, config.vocab_size), dtype=torch.float32, device=device)
+        self.hidden: torch.Tensor | None = None
+        if parts.drafts:
+            self.hidden = torch.zeros((rows, config.hidden_size), dtype=decoder.dtype, device=device)
+        if parts.deterministic:
+            self._all = [_Part(first, first + ROW_TILE) for first in range(0, max_requests, ROW_TILE)]
+        else:
+            sizes = sorted({size for size in buckets if 0 < size < max_requests} | {max_requests})
+            self._all = [_Part(0, size) for size in sizes]
+        self.used: list[AttentionPlan] = []
+
+    @property
+    def sizes(self) -> list[int]:
+        """Requests of each part."""
+        return [part.last - part.first for part in self._all]
+
+    def prepare(self, graphs: bool) -> None:
+        """Plans every part and, with `graphs`, captures it in a CUDA graph; large ones first, in one pool of memory."""
+        topks = {self._parts.max_topk} if self._parts.deterministic else {0, self._parts.max_topk}
+        pool = torch.cuda.graph_pool_handle() if graphs else None
+        for part in reversed(self._all):
+            for topk in topks:
+                call = self._planned(part, topk)
+                part.run[topk] = _captured(call, pool) if pool is not None else call
+
+    def run(self, requests: Seq[StepRequest], draws: Seq[tuple[int, Draw]] = ()) -> int:
+        """Starts a step; nothing waits for it. Its logits and `choose` follow in the order of the device.
+
+        Args:
+            draws: (row, how it samples) of the rows that do not take their likeliest token.
+
+        Returns:
+            How many rows the step has.
+        """
+        self._previous.copy_(self._results[0])
+        self._refresh_tables(requests)
+        self._inputs.copy_(to_device(self._staged(requests), self._device), non_blocking=True)
+        longest = max(request.kv_len for request in requests)
+        topk = self._parts.max_topk if self._parts.deterministic or longest > self._parts.max_topk else 0
+        parts = self._needed(len(requests))
+        for part in parts:
+            part.run[topk]()
+        self.used = [self._counted(part, topk, requests) for part in parts]
+        self._sample(draws)
+        return len(requests) * self.q_len
+
+    def chosen(self, rows: int) -> Chosen:
+        """What the last step chose, underway to the host."""
+        return Chosen(self._results, rows)
+
+    def _needed(self, requests: int) -> list[_Part]:
+        if self._parts.deterministic:
+            return [part for part in self._all if part.first < requests]
+        return [next(part for part in self._all if part.last >= requests)]
+
+    def _staged(self, requests: Seq[StepRequest]) -> list[list[int]]:
+        """The rows of `_inputs`; lengths are by request, everything else by row."""
+        size, missing = self._parts.pool.page_size, self._inputs.shape[1] - len(requests) * self.q_len
+        ids, positions, slots, sources = list[int](), list[int](), list[int](), list[int]()
+        for request in requests:
+            ids += request.tokens
+            for position in range(request.kv_len - self.q_len, request.kv_len):
+                positions.append(position)
+                slots.append(request.pages[position // size] * size + position % size)
+            sources += [request.source] * self.q_len
+        lengths = [request.kv_len for request in requests]
+        none, lengths = [0] * missing, lengths + [0] * (self._inputs.shape[1] - len(requests))
+        return [ids + none, positions + none, slots + [-1] * missing, lengths, sources + [KNOWN] * missing]
+
+    def _refresh_tables(self, requests: Seq[StepRequest]) -> None:
+        """Sends the entries of block tables that are not there yet."""
+        places, values = list[range](), list[Seq[int]]()
+        for row, request in enumerate(requests):
+            held, pages = self._held[row], request.pages
+            if held == pages:
+                continue
+            known = len(held) if pages[: len(held)] == held else 0
+            places.append(range(row * self._parts.width + known, row * self._parts.width + len(pages)))
+            values.append(pages[known:])
+            self._held[row] = list(pages)
+        if places:
+            sent = to_device([list(chain(*places)), list(chain(*values))], self._device)
+            self._tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+
+    def _planned(self, part: _Part, topk: int) -> Callable[[], None]:
+        parts, size = self._parts, part.last - part.first
+        attention = MLAPagedAttention(parts.backend, cuda_graph=self._device.type == "cuda")
+        starts = torch.arange(size + 1, dtype=torch.int32, device=self._device) * self.q_len
+        requests = slice(part.first, part.last)
+        part.plans[topk] = parts.plan(
+            attention, starts, self._tables[requests], self._lengths[requests], self.q_len, topk
+        )
+        index = None
+        if parts.pool.index_storage is not None and parts.pool.index_layout is not None:
+            index = IndexCache(parts.pool.index_storage, parts.pool.index_layout)
+        rows = slice(part.first * self.q_len, part.last * self.q_len)
+        ids, positions, slots, _, sources = (values[rows] for values in self._inputs)
+        batch = ForwardBatch(
+            ids, positions, slots, attention, parts.pool.storage, parts.counters,
+            self._every_row[: rows.stop - rows.start], index,
+        )  # fmt: skip
+
+        @torch.inference_mode()
+        def call() -> None:
+            self._lengths[requests].copy_(self._inputs[_LENGTHS][requests])
+            batch.token_ids = torch.where(sources < 0, ids, self._previous[sources.clamp_min(0)])
+            logits, hidden = parts.decoder.forward_hidden(batch, every=parts.drafts)
+            largest, best = logits.max(-1)
+            self.logits[rows].copy_(logits)
+            self._results[0, rows].copy_(best)
+            self._results[1, rows].copy_(largest.isfinite())
+            if self.hidden is not None:
+                self.hidden[rows].copy_(hidden)
+
+        return call
+
+    def _counted(self, part: _Part, topk: int, requests: Seq[StepRequest]) -> AttentionPlan:
+        """The part's plan with this step's lengths for its byte counts, all of it on the host."""
+        plan, size = part.plans[topk], part.last - part.first
+        mine = requests[part.first : part.last]
+        starts = torch.arange(size + 1, dtype=torch.int32) * self.q_len
+        lengths = torch.tensor([r.kv_len for r in mine] + [0] * (size - len(mine)), dtype=torch.int32)
+        problem = replace(plan.problem, qo_indptr=starts, kv_len_arr=lengths)
+        if plan.copy_layout is not None:  # such a backend's bytes depend on page numbers, too
+            ends = [0]
+            for request in mine:
+                ends.append(ends[-1] + len(request.pages))
+            indptr = torch.tensor(ends + [ends[-1]] * (size - len(mine)), dtype=torch.int32)
+            pages = torch.tensor(list(chain(*(r.pages for r in mine))), dtype=torch.int32)
+            problem = replace(problem, kv_indptr=indptr, kv_indices=pages, pages_per_request=None)
+        return plan.counting(problem)
+
+    def _sample(self, draws: Seq[tuple[int, Draw]]) -> None:
+        """Tokens of rows that sample, into the results. In deterministic mode a tile at a time, whatever the number of rows:
+        how a sum over the vocabulary is cut may depend on how many there are."""
+        if not draws:
+            return
+        if not self._parts.deterministic:
+            self._sample_rows([row for row, _ in draws], [draw for _, draw in draws])
+            return
+        by_row = dict(draws)
+        for first in sorted({row // ROW_TILE * ROW_TILE for row in by_row}):
+            rows = list(range(first, first + ROW_TILE))
+            self._sample_rows(rows, [by_row.get(row, Draw()) for row in rows])
+
+    def _sample_rows(self, rows: list[int], draws: list[Draw]) -> None:
+        packed = to_device([[float(row) for row in rows], *zip(*(draw.packed() for draw in draws), strict=True)],
+                           self._device, torch.float64)  # fmt: skip
+        index = packed[0].long()
+        tokens = sample_rows(self.logits[index], packed[1:], self._results[0][index])
+        self._results[0].index_copy_(0, index, tokens)
+
+
+def to_device(
+    values: Seq[Seq[int]] | Seq[Seq[float]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """A tensor of host numbers on `device`; the copy waits for nothing (torch keeps pinned memory until it is done)."""
+    host = torch.tensor(values, dtype=dtype)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _captured(call: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """`call` as the replay of a CUDA graph; it runs a few times before, so that everything is compiled and loaded."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_RUNS):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        call()
+    replay: Callable[[], None] = graph.replay
+    return replay
