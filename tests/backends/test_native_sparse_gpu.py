@@ -137,6 +137,18 @@ def test_ds_mla_scales_that_are_no_powers_of_two(backend: str, num_heads: int) -
     against_oracle(attention, case)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_heads", [8, 64, 128])
+@pytest.mark.parametrize("queries", [1, 150])
+def test_ds_mla_latents_beyond_fp16(backend: str, num_heads: int, queries: int) -> None:
+    """Latents of 2^20, in queries that are split (one) and that are not (150)."""
+    case = make_case(spec_of(num_heads=num_heads), [3000] * queries, [1] * queries)
+    case.cache.view(torch.float32)[..., 128:132] *= 2.0**20
+    case = replace(case, q_nope=case.q_nope * 2.0**-20)
+    attention, _ = planned(backend, spec_of(num_heads=num_heads), case)
+    against_oracle(attention, case)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_heads", [8, 16, 64])
 def test_the_variants_of_ampere_run_on_this_gpu(monkeypatch: pytest.MonkeyPatch, layout: str, num_heads: int) -> None:

@@ -8,6 +8,8 @@ two warpgroups that compute, their registers and barriers are those of `wgmma_de
     choice warp          which of a tile's rows are selected, into `chosen`; fp8_ds_mla: also the rows' scales, as in
                          `wgmma_decode`; completes on `scales_ready` (fp8_ds_mla) or `ckv_full`
 
+A split's results are fp16 and, for fp8_ds_mla, in units of 2^E as in `wgmma_decode`.
+
 Shared memory is that of `wgmma_decode` with a rope slot for each latent slot (JOINT) and 256 B of `chosen` per slot:
 fp8_e4m3 with 3 slots at BN 64.
 
@@ -72,10 +74,12 @@ def _fetch_scales(words, rows, L: gl.constexpr):
 
 @gluon.jit
 def _publish_choices(
-    words, line, pages, first, end, nt, kv_len, page_shift, chosen, scales, exponents, full, empty, ready,
+    words, line, pages, first, end, nt, kv_len, page_shift, chosen, scales, exponents, highest, full, empty, ready,
     ST: gl.constexpr, DS: gl.constexpr,
 ):  # fmt: skip
-    """Choice warp: `chosen` [ST, 64] of each tile, and fp8_ds_mla's scales in the form of `wgmma_decode._load_scales`."""
+    """Choice warp: `chosen` [ST, 64] of each tile, and fp8_ds_mla's scales and highest exponent in the form of
+    `wgmma_decode._load_scales`."""
+    top_e = -100
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
     at = first + gl.arange(0, 64, gl.SliceLayout(1, L))
     rows = slots(pages, entries(line, at, end), kv_len, page_shift)
@@ -97,6 +101,8 @@ def _publish_choices(
         if DS:
             scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
             put_scalar(exponents.index(s), 2 * e + gl.minimum(inexact, 1), 1)
+            top_e = gl.maximum(top_e, e)
+            put_scalar(highest, top_e, 1)
             if inexact > 0:
                 for k in range(3):
                     scales.index(4 * s + 1 + k).permute((1, 0)).store(seven_bits(v).to(gl.float16))
@@ -111,7 +117,7 @@ def _publish_choices(
         v = following
 
 
-_SCALARS = ["num_heads", "batch", "topk", "splits", "per", "page_shift", "lse_mode", "scale_flags"]
+_SCALARS = ["num_heads", "batch", "topk", "splits", "per", "page_shift", "lse_mode", "scale_flags", "scale_offset"]
 
 
 @gluon.jit(do_not_specialize=_SCALARS, do_not_specialize_on_alignment=["indices"])
@@ -119,12 +125,13 @@ def wgmma_sparse_kernel(
     q_nope, q_pe, ckv_base, kpe_base, cache_words, indices, qo_indptr, kv_indptr, kv_indices, kv_len_arr, out, lse,
     partial_o, partial_lse, sched, ckv_scale, kpe_scale, ckv_scale_ptr, kpe_scale_ptr, sm_scale_log2,
     nope_stride_t, nope_stride_h, pe_stride_t, pe_stride_h, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
-    num_heads, batch, topk, splits, per, page_shift, lse_mode, scale_flags,
+    num_heads, batch, topk, splits, per, page_shift, lse_mode, scale_flags, scale_offset,
     BN: gl.constexpr, ST: gl.constexpr, KC: gl.constexpr, TC: gl.constexpr, BATCH: gl.constexpr, DS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: `SplitPlan.num_items` of `sparse_plan`. ckv_base, kpe_base: the cache as int16, each starting at its field of row
-    0; cache_words: as fp32. indices: int32 [tokens, topk] positions; page_shift: log2 of the page size."""
+    0; cache_words: as fp32. indices: int32 [tokens, topk] positions; page_shift: log2 of the page size; scale_offset: where the
+    scales of partial results lie behind `partial_lse` (fp8_ds_mla)."""
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -152,7 +159,7 @@ def wgmma_sparse_kernel(
     chosen = gl.allocate_shared_memory(gl.int32, [ST, 64], s1)
     offsets = gl.allocate_shared_memory(gl.int32, [BN], s1)
     votes = gl.allocate_shared_memory(gl.int32, [3, 4], s1)
-    state = gl.allocate_shared_memory(gl.int32, [4, 1], s1)
+    state = gl.allocate_shared_memory(gl.int32, [6 if DS else 4, 1], s1)
     ckv_full = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
     ckv_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -190,6 +197,8 @@ def wgmma_sparse_kernel(
             put_scalar(state.index(1), latent_scale.to(gl.int32, bitcast=True))
             put_scalar(state.index(2), row0)
             put_scalar(state.index(3), token)
+            if DS:
+                put_scalar(state.index(5), scale_offset)
             fence_async_shared()
             cta_barrier()
             gl.warp_specialize([
@@ -210,8 +219,8 @@ def wgmma_sparse_kernel(
                     ST, DS,
                 )),
                 (_publish_choices, (
-                    cache_words, line, pages, first, end, nt, kv_len, page_shift, chosen, scales, exponents, ckv_full,
-                    ckv_empty, scales_ready, ST, DS,
+                    cache_words, line, pages, first, end, nt, kv_len, page_shift, chosen, scales, exponents,
+                    state.index(4 if DS else 0), ckv_full, ckv_empty, scales_ready, ST, DS,
                 )),
             ], [4, 2, 1], [232, 40, 40])  # fmt: skip
         else:

@@ -56,9 +56,9 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaSparsePlan:
         block_rows=wgmma_launch.block_rows(spec.num_heads, tiles), topk=spec.topk, num_ctas=num_sms,
         batch_invariant=spec.batch_invariant,
     )  # fmt: skip
-    return WgmmaSparsePlan(
-        problem, work, num_sms, Scratch.allocate(work.plan, problem.kv_len_arr.device, torch.float16)
-    )
+    scaled = spec.kv_layout == "fp8_ds_mla"
+    scratch = Scratch.allocate(work.plan, problem.kv_len_arr.device, torch.float16, scaled=scaled)
+    return WgmmaSparsePlan(problem, work, num_sms, scratch)
 
 
 def launch(plan: WgmmaSparsePlan, call: Call, indices: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ def launch(plan: WgmmaSparsePlan, call: Call, indices: torch.Tensor) -> None:
         call.kpe_scale_ptr, spec.sm_scale * wgmma_launch.LOG2E,
         *(t.stride(d) for t in (call.q_nope, call.q_pe, call.out, lse) for d in (0, 1)),
         spec.num_heads, problem.batch_size, spec.topk, work.splits, work.per, spec.page_size.bit_length() - 1,
-        call.lse_mode, call.scale_flags if external else 0,
+        call.lse_mode, call.scale_flags if external else 0, scratch.partial_lse.numel(),
         **constexprs(spec.kv_layout, work.plan.block_rows, work.plan.batch_bucket), num_warps=4, launch_pdl=True,
     )  # fmt: skip
     launch_combine(work.plan, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external)
