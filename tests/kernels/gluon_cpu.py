@@ -3,8 +3,8 @@
 A kernel's functions are executed as the Python they are, with `gl`, `mbarrier` and the rest replaced by the ones below;
 values are torch tensors, layouts mean nothing (the compiler checks those), shared memory is a tensor. The partitions of
 `warp_specialize` take turns, chosen at random at every barrier, so that a missing barrier shows as a wrong result and a wrong
-phase or count as a deadlock, which is reported at once. Every load and store is checked against its tensor's storage. Copies and
-products complete where they are issued: what is wrong only because they are asynchronous is not found here.
+phase or count as a deadlock, which is reported at once. Every load and store is checked against its tensor's storage. Copies
+and products complete where they are issued: what is wrong only because they are asynchronous is not found here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Value(torch.Tensor):
     def type(self) -> Any:
         return types.SimpleNamespace(layout=None)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.as_subclass(torch.Tensor))
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
