@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uncast.checkpoints.files import CheckpointError, read_text
-from uncast.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from uncast.engine.tokenizer import Tokenizer
+
+Messages = list[dict[str, str]]
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of every prompt of a UTF-8 file.
+def read_values(path: Path) -> list[str | Messages]:
+    """The prompts of a UTF-8 file: texts, or messages of a chat.
 
     A file whose name ends in `.jsonl` holds a JSON value a line: a string, or an object with "prompt" or "text" (a string), or
-    with "messages" (rendered by the model's chat template; an answer may be the last). Any other file holds a prompt a line;
-    empty lines do not count.
+    with "messages". Any other file holds a prompt a line; empty lines do not count.
 
     Raises:
         ValueError: the file cannot be read, holds no prompt, or a line is none of these; the sentence names the line.
-        TemplateError: messages that the chat template refuses.
     """
     try:
         text = read_text(path)
@@ -28,16 +30,26 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
     prompts = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            value = _parse(line, path, number) if path.suffix == ".jsonl" else line.removesuffix("\r")
-            ids = _encode(value, tokenizer)
-            if ids is None:
+            value = _value(_parse(line, path, number)) if path.suffix == ".jsonl" else line.removesuffix("\r")
+            if value is None:
                 raise ValueError(
                     f"{path}, line {number}: a string or an object with a string prompt or text, or with messages, is needed"
                 )
-            prompts.append(ids)
+            prompts.append(value)
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
     return prompts
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of every prompt of a file of `read_values`; messages are rendered by the model's chat template, and an answer
+    may be the last of them.
+
+    Raises:
+        ValueError: as `read_values`.
+        TemplateError: messages that the chat template refuses.
+    """
+    return [_encode(value, tokenizer) for value in read_values(path)]
 
 
 def _parse(line: str, path: Path, number: int) -> Any:
@@ -47,16 +59,20 @@ def _parse(line: str, path: Path, number: int) -> Any:
         raise ValueError(f"{path}, line {number} is not JSON") from None
 
 
-def _encode(value: Any, tokenizer: Tokenizer) -> list[int] | None:
+def _value(value: Any) -> str | Messages | None:
     """None for a value of another form."""
     if isinstance(value, dict):
         messages = value.get("messages")
         if messages is not None:
-            if not _are_messages(messages):
-                return None
-            return tokenizer.chat(messages, add_generation_prompt=messages[-1].get("role") != "assistant")
+            return messages if _are_messages(messages) else None
         value = value.get("prompt", value.get("text"))
-    return tokenizer.encode(value) if isinstance(value, str) else None
+    return value if isinstance(value, str) else None
+
+
+def _encode(value: str | Messages, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(value, str):
+        return tokenizer.encode(value)
+    return tokenizer.chat(value, add_generation_prompt=value[-1].get("role") != "assistant")
 
 
 def _are_messages(messages: Any) -> bool:
