@@ -49,8 +49,11 @@ def _choice(report: EngineReport, model: Model, setting: Setting, console: Conso
 def _casts(report: EngineReport, console: Console) -> None:
     pool = [c for c in report.audit.casts if c.kind == "pool"]
     rows = len(report.audit.casts) - len(pool)
-    console.print(
-        f"  sources: {report.audit.files} files with a pool, {len(pool)} casts of a whole pool, {rows} of gathered rows"
-    )
+    files, casts = _count(report.audit.files, "file"), _count(len(pool), "cast")
+    console.print(f"  sources: {files} with a pool, {casts} of a whole pool, {rows} of gathered rows")
     for cast in pool:
         console.print(f"    {escape(cast.file)}:{cast.line}  [dim]{escape(cast.function)}[/]")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
