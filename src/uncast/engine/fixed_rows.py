@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from uncast.models.decoder import AnyMLP, MLADecoder
-from uncast.models.layers import MoE, route
+from uncast.models.layers import ExpertStack, MoE, route
 from uncast.models.parallel import ShardedMLP, ShardedMoE
 
 ROW_TILE = 16
@@ -29,9 +29,15 @@ ROW_TILE = 16
 
 @dataclass
 class FixedRowMoE(MoE):
-    """A mixture whose experts see the whole tile instead of the rows that chose them; the other rows' results are dropped."""
+    """A mixture whose experts see the whole tile instead of the rows that chose them; the other rows' results are dropped.
+
+    On a GPU one grouped product has the same shape for every tile, however its rows are spread over the experts, so that the
+    host need not look at the choice.
+    """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.experts, ExpertStack) and self.experts.is_grouped(x):
+            return super().__call__(x)
         weights, chosen = route(self.config, F.linear(x.to(torch.float32), self.router), self.bias)
         out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
         weights = weights.to(x.dtype)

@@ -127,6 +127,8 @@ class StaticStep:
         config, device = decoder.config, decoder.device
         self._device = device
         self._inputs = torch.zeros((5, rows), dtype=torch.int64, device=device)
+        self._inputs[_SLOTS].fill_(-1)
+        self._inputs[_SOURCES].fill_(KNOWN)
         self._results = torch.zeros((2, rows), dtype=torch.int64, device=device)
         self._previous = torch.zeros(rows, dtype=torch.int64, device=device)
         self._every_row = torch.arange(rows, device=device)
@@ -150,13 +152,15 @@ class StaticStep:
         return [part.last - part.first for part in self._all]
 
     def prepare(self, graphs: bool) -> None:
-        """Plans every part and, with `graphs`, captures it in a CUDA graph; large ones first, in one pool of memory."""
+        """Plans every part, runs it without a request and, with `graphs`, captures it in a CUDA graph; large ones first, in one
+        pool of memory."""
         topks = {self._parts.max_topk} if self._parts.deterministic else {0, self._parts.max_topk}
         pool = torch.cuda.graph_pool_handle() if graphs else None
         for part in reversed(self._all):
             for topk in topks:
                 call = self._planned(part, topk)
-                part.run[topk] = _captured(call, pool) if pool is not None else call
+                part.run[topk] = _captured(call, pool) if graphs else call
+                part.run[topk]()
 
     def run(self, requests: Seq[StepRequest], draws: Seq[tuple[int, Draw]] = ()) -> int:
         """Starts a step; nothing waits for it. Its logits and `choose` follow in the order of the device.
