@@ -6,8 +6,10 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from uncast.bench.attention import AttentionResult
+if TYPE_CHECKING:
+    from uncast.bench.attention import AttentionResult
 
 
 def check_matplotlib() -> None:

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from uncast.cli.main import UsageError
+from uncast.cli.main import UsageError, WorkError
 
 BENCHES = {
     "attention": ("uncast.cli.bench_attention", "decode attention on a GPU, beside every installed peer"),
@@ -16,11 +16,13 @@ BENCHES = {
         "the founding step: 78 layers over a large FP8 pool, native and with a pool cast",
     ),
     "decode": ("uncast.cli.bench_decode", "single-stream decoding against the size of the KV pool"),
+    "serve": ("uncast.cli.bench_serve", "any OpenAI endpoint under load: latencies, throughput, percentiles"),
     "text": ("uncast.cli.bench_text", "bits per byte of a text, for each layout of the latent cache"),
 }
 EXAMPLES = """examples:
   uncast bench decode --context 1024                                on a CPU, with the bundled model
   uncast bench text --layouts bf16 fp8_ds_mla fp8_e4m3              on a CPU, with the bundled text
+  uncast bench serve --url http://127.0.0.1:8000 --concurrency 1 8  with uncast serve, SGLang or vLLM at that address
   uncast bench attention --shape 32,8192,16 --csv attention.csv     on a GPU
   uncast bench founding --csv founding.csv                          on a GPU
 
@@ -42,6 +44,8 @@ def run(argv: Sequence[str]) -> int:
         return 2
     try:
         code: int = importlib.import_module(BENCHES[known.bench][0]).run(rest)
+    except (UsageError, WorkError):
+        raise
     except ValueError as error:
         raise UsageError(str(error)) from error
     except _failures() as error:
