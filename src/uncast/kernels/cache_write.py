@@ -75,6 +75,57 @@ def tile_scale(x):
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def store_latent(
+    source, slot, bytes_ptr, shorts_ptr, words_ptr, counters, scale,
+    LAYOUT: tl.constexpr, RANK: tl.constexpr, ROW_BYTES: tl.constexpr, COUNT: tl.constexpr, RANK_POW2: tl.constexpr,
+):  # fmt: skip
+    """The latent at `source` [RANK] into its place in the row of `slot`."""
+    i = tl.arange(0, RANK_POW2)
+    if LAYOUT == FP32:
+        x = tl.load(source + i, mask=i < RANK, other=0.0).to(tl.float32)
+        tl.store(words_ptr + slot * (ROW_BYTES // 4) + i, x, mask=i < RANK)
+    elif LAYOUT == BF16:
+        x = tl.load(source + i, mask=i < RANK, other=0.0).to(tl.float32)
+        tl.store(shorts_ptr + slot * (ROW_BYTES // 2) + i, encode_bf16(x), mask=i < RANK)
+    elif LAYOUT == DS_MLA:
+        k = tl.arange(0, 128)
+        for g in tl.static_range(4):
+            part = tl.load(source + g * 128 + k)
+            tile = tile_scale(part.to(tl.float32))
+            scaled = tl.div_rn(part.to(tl.float32), tile)
+            tl.store(bytes_ptr + slot * ROW_BYTES + g * 128 + k, encode_e4m3(scaled, is_negative(part)))
+            tl.store(words_ptr + slot * (ROW_BYTES // 4) + 128 + g, tile)
+            if COUNT:
+                count(scaled, k < 128, counters)
+    else:
+        stored = tl.load(source + i, mask=i < RANK, other=0.0)
+        scaled = tl.div_rn(stored.to(tl.float32), scale + tl.zeros([RANK_POW2], tl.float32))
+        tl.store(bytes_ptr + slot * ROW_BYTES + i, encode_e4m3(scaled, is_negative(stored)), mask=i < RANK)
+        if COUNT:
+            count(scaled, i < RANK, counters)
+
+
+@triton.jit
+def store_rope(
+    stored, j, live, slot, bytes_ptr, shorts_ptr, words_ptr, counters, scale,
+    LAYOUT: tl.constexpr, RANK: tl.constexpr, ROW_BYTES: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rope channels j [WIDTH] of a row, where `live`; stored: their values, rotated."""
+    y = stored.to(tl.float32)
+    if LAYOUT == FP32:
+        tl.store(words_ptr + slot * (ROW_BYTES // 4) + RANK + j, y, mask=live)
+    elif LAYOUT == BF16:
+        tl.store(shorts_ptr + slot * (ROW_BYTES // 2) + RANK + j, encode_bf16(y), mask=live)
+    elif LAYOUT == DS_MLA:
+        tl.store(shorts_ptr + slot * (ROW_BYTES // 2) + 264 + j, encode_bf16(y), mask=live)
+    else:
+        scaled = tl.div_rn(y, scale + tl.zeros([WIDTH], tl.float32))
+        tl.store(bytes_ptr + slot * ROW_BYTES + RANK + j, encode_e4m3(scaled, is_negative(stored)), mask=live)
+        if COUNT:
+            count(scaled, live, counters)
+
+
 @triton.jit(do_not_specialize=["ckv_stride", "kpe_stride", "scale_flags"], do_not_specialize_on_alignment=["slots"])
 def cache_write_kernel(
     ckv, kpe, bytes_ptr, shorts_ptr, words_ptr, slots, counters, ckv_scale, kpe_scale, ckv_scale_ptr, kpe_scale_ptr,
@@ -87,44 +138,31 @@ def cache_write_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
-        i = tl.arange(0, RANK_POW2)
+        if scale_flags & 1:
+            ckv_scale = tl.load(ckv_scale_ptr)
+        if scale_flags & 2:
+            kpe_scale = tl.load(kpe_scale_ptr)
+        store_latent(
+            ckv + row * ckv_stride, slot, bytes_ptr, shorts_ptr, words_ptr, counters, ckv_scale,
+            LAYOUT, RANK, ROW_BYTES, COUNT, RANK_POW2,
+        )  # fmt: skip
         j = tl.arange(0, ROPE_POW2)
-        stored = tl.load(ckv + row * ckv_stride + i, mask=i < RANK, other=0.0)
-        stored_rope = tl.load(kpe + row * kpe_stride + j, mask=j < ROPE, other=0.0)
-        x, y = stored.to(tl.float32), stored_rope.to(tl.float32)
-        if LAYOUT == FP32:
-            base = words_ptr + slot * (ROW_BYTES // 4)
-            tl.store(base + i, x, mask=i < RANK)
-            tl.store(base + RANK + j, y, mask=j < ROPE)
-        elif LAYOUT == BF16:
-            base = shorts_ptr + slot * (ROW_BYTES // 2)
-            tl.store(base + i, encode_bf16(x), mask=i < RANK)
-            tl.store(base + RANK + j, encode_bf16(y), mask=j < ROPE)
-        elif LAYOUT == DS_MLA:
-            base = bytes_ptr + slot * ROW_BYTES
-            k = tl.arange(0, 128)
-            for g in tl.static_range(4):
-                part = tl.load(ckv + row * ckv_stride + g * 128 + k)
-                scale = tile_scale(part.to(tl.float32))
-                scaled = tl.div_rn(part.to(tl.float32), scale)
-                tl.store(base + g * 128 + k, encode_e4m3(scaled, is_negative(part)))
-                tl.store(words_ptr + slot * (ROW_BYTES // 4) + 128 + g, scale)
-                if COUNT:
-                    count(scaled, k < 128, counters)
-            tl.store(shorts_ptr + slot * (ROW_BYTES // 2) + 264 + j, encode_bf16(y), mask=j < ROPE)
-        else:
-            if scale_flags & 1:
-                ckv_scale = tl.load(ckv_scale_ptr)
-            if scale_flags & 2:
-                kpe_scale = tl.load(kpe_scale_ptr)
-            base = bytes_ptr + slot * ROW_BYTES
-            scaled = tl.div_rn(x, ckv_scale + tl.zeros([RANK_POW2], tl.float32))
-            tl.store(base + i, encode_e4m3(scaled, is_negative(stored)), mask=i < RANK)
-            rope = tl.div_rn(y, kpe_scale + tl.zeros([ROPE_POW2], tl.float32))
-            tl.store(base + RANK + j, encode_e4m3(rope, is_negative(stored_rope)), mask=j < ROPE)
-            if COUNT:
-                count(scaled, i < RANK, counters)
-                count(rope, j < ROPE, counters)
+        rope = tl.load(kpe + row * kpe_stride + j, mask=j < ROPE, other=0.0)
+        store_rope(
+            rope, j, j < ROPE, slot, bytes_ptr, shorts_ptr, words_ptr, counters, kpe_scale,
+            LAYOUT, RANK, ROW_BYTES, COUNT, ROPE_POW2,
+        )  # fmt: skip
+
+
+def scale_arguments(
+    ckv_scale: Scale, kpe_scale: Scale, words: torch.Tensor
+) -> tuple[list[float], list[torch.Tensor], int]:
+    """The scales' values, pointers and flags as the kernels take them; `words`: a pointer for what is not read."""
+    scales = (ckv_scale, kpe_scale)
+    there = [isinstance(s, torch.Tensor) and s.device == words.device for s in scales]
+    values = [1.0 if s is None or on else float(s) for s, on in zip(scales, there, strict=True)]
+    pointers = [s if isinstance(s, torch.Tensor) and on else words for s, on in zip(scales, there, strict=True)]
+    return values, pointers, there[0] | there[1] << 1
 
 
 def write_rows(
@@ -157,14 +195,10 @@ def write_rows(
     ckv, kpe = (x if x.stride(-1) == 1 else x.contiguous() for x in (ckv, kpe))
     flat = cache.view(torch.uint8).view(-1)
     words = flat.view(torch.float32)
-    on_device = [isinstance(s, torch.Tensor) and s.device == flat.device for s in (ckv_scale, kpe_scale)]
-    values = [
-        1.0 if s is None or there else float(s) for s, there in zip((ckv_scale, kpe_scale), on_device, strict=True)
-    ]
-    pointers = [s if there else words for s, there in zip((ckv_scale, kpe_scale), on_device, strict=True)]
+    values, pointers, flags = scale_arguments(ckv_scale, kpe_scale, words)
     cache_write_kernel[(ckv.shape[0],)](
         ckv, kpe, flat, flat.view(torch.int16), words, slot_mapping, slot_mapping if counters is None else counters,
-        *values, *pointers, ckv.stride(0), kpe.stride(0), on_device[0] | on_device[1] << 1,
+        *values, *pointers, ckv.stride(0), kpe.stride(0), flags,
         LAYOUT=layout.name, RANK=layout.kv_lora_rank, ROPE=layout.qk_rope_head_dim, ROW_BYTES=layout.row_bytes,
         COUNT=counters is not None, RANK_POW2=triton.next_power_of_2(layout.kv_lora_rank),
         ROPE_POW2=triton.next_power_of_2(max(1, layout.qk_rope_head_dim)), num_warps=4,

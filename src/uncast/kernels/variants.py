@@ -36,6 +36,7 @@ from uncast.kernels import (
     index_select,
     mma_launch,
     packed_matmul,
+    rope_write,
     sparse_launch,
     wgmma_launch,
     wgmma_sparse_launch,
@@ -139,6 +140,12 @@ def _write_variants() -> Iterator[Variant]:
             )  # fmt: skip
             label = f"cache_write_{name}_{dtype}{'_counting' if counting else ''}"
             yield Variant(label, cache_write_kernel, types, args, CHIPS)
+        args = rope_write.constexprs(layout, counting=True, interleaved=True)
+        types = types_of(
+            rope_write.rope_write_kernel, args, ckv="*bf16", kpe="*bf16", q_pe="*bf16", cos="*fp32", sin="*fp32",
+            bytes_ptr="*u8", shorts_ptr="*i16", slots="*i64", counters="*i64",
+        )  # fmt: skip
+        yield Variant(f"rope_write_{name}_bf16_counting", rope_write.rope_write_kernel, types, args, CHIPS)
 
 
 def _gather_variants() -> Iterator[Variant]:
