@@ -140,6 +140,8 @@ def _write_variants() -> Iterator[Variant]:
             )  # fmt: skip
             label = f"cache_write_{name}_{dtype}{'_counting' if counting else ''}"
             yield Variant(label, cache_write_kernel, types, args, CHIPS)
+        if not layout.is_fp8:
+            continue
         args = rope_write.constexprs(layout, counting=True, interleaved=True)
         types = types_of(
             rope_write.rope_write_kernel, args, ckv="*bf16", kpe="*bf16", q_pe="*bf16", cos="*fp32", sin="*fp32",
