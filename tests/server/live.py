@@ -26,7 +26,7 @@ from uncast.engine.runner import ModelRunner
 from uncast.engine.stats import EngineStats
 from uncast.engine.tokenizer import Tokenizer
 from uncast.server.app import create_app
-from uncast.server.run import listen, url_of
+from uncast.server.run import bind, url_of
 from uncast.server.state import Served, ServerConfig, ServerState
 
 MODEL = "tiny"
@@ -63,7 +63,7 @@ class LiveServer:
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
-        sock = listen("127.0.0.1", 0)
+        sock = bind("127.0.0.1", 0)
         self.url = url_of(sock)
         config = uvicorn.Config(create_app(state), http="h11", lifespan="off", log_level="warning", access_log=False)
         self._server = uvicorn.Server(config)
@@ -78,7 +78,6 @@ class LiveServer:
 
     @property
     def engine(self) -> AsyncEngine:
-        assert self.state.served is not None
         return self.state.served.engine
 
     def stats(self) -> EngineStats:
@@ -98,8 +97,7 @@ class LiveServer:
         return stats
 
     def stop(self) -> None:
-        if self.state.served is not None:
-            self.call(self.engine.stop())
+        self.call(self.engine.stop())
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(10)
 
@@ -132,7 +130,7 @@ class ServerProcess:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.url = self.line(r"listening on (http://\S+:\d+)")
+        self.url = self.line(r"loading \S+ for (http://\S+:\d+)")
         if wait_ready:
             self.line("(ready): ")
 

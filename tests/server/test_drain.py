@@ -14,8 +14,8 @@ import pytest
 
 from tests.server.live import MODEL, make_engine, post, wait_until
 from uncast.server import drain
-from uncast.server.run import listen, serve, url_of
-from uncast.server.state import ServerConfig, ServerState
+from uncast.server.run import bind, serve, url_of
+from uncast.server.state import Served, ServerConfig, ServerState
 
 BODY = {"prompt": "the latent", "max_tokens": 300, "ignore_eos": True, "logprobs": 5, "n": 2}
 
@@ -46,19 +46,18 @@ def drained(
 ) -> tuple[int, list[str], str]:
     """Exit code, what the server said, and what the client got. The signal comes when the text is complete in the engine and
     the client has read nothing; the client reads on when the server says `read_on` (None: after the end)."""
-    sock = listen("127.0.0.1", 0)
+    sock = bind("127.0.0.1", 0)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     address = sock.getsockname()
     said: list[str] = []
     got: list[str] = []
-    state = ServerState(ServerConfig(MODEL, grace_s=grace_s))
+    state = ServerState(ServerConfig(MODEL, grace_s=grace_s), Served.of(make_engine(folder)))
 
     def act() -> None:
         wait_until(lambda: any("ready" in line for line in said))
         client = SlowClient(address, {**BODY, "stream": stream})
-        assert state.served is not None
         engine = state.served.engine
-        wait_until(lambda: engine.stats().finished_total["length"] >= 3 and engine.active == 0, 30)
+        wait_until(lambda: engine.stats().finished_total["length"] == 2 and engine.active == 0, 30)
         os.kill(os.getpid(), signal.SIGTERM)
         if read_on == "expired":
             wait_until(state.expired.is_set)
@@ -70,7 +69,7 @@ def drained(
 
     thread = threading.Thread(target=act)
     thread.start()
-    code = asyncio.run(serve(state, sock, lambda: make_engine(folder), said.append))
+    code = asyncio.run(serve(state, sock, said.append))
     thread.join()
     logged = capfd.readouterr().err
     assert "Traceback" not in logged and "CancelledError" not in logged
@@ -109,11 +108,11 @@ def test_a_client_that_reads_nothing_is_cut_off_and_the_exit_code_says_so(
 
 
 def test_a_body_that_is_still_arriving_is_refused_at_once(long_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sock = listen("127.0.0.1", 0)
+    sock = bind("127.0.0.1", 0)
     address = sock.getsockname()
     said: list[str] = []
     got: list[bytes] = []
-    state = ServerState(ServerConfig(MODEL, grace_s=60))
+    state = ServerState(ServerConfig(MODEL, grace_s=60), Served.of(make_engine(long_folder)))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
 
     def act() -> None:
@@ -128,7 +127,7 @@ def test_a_body_that_is_still_arriving_is_refused_at_once(long_folder: Path, cap
 
     thread = threading.Thread(target=act)
     thread.start()
-    assert asyncio.run(serve(state, sock, lambda: make_engine(long_folder), said.append)) == 0
+    assert asyncio.run(serve(state, sock, said.append)) == 0
     thread.join()
     assert got[0].startswith(b"HTTP/1.1 100")
     assert b"".join(got[1:]).startswith(b"HTTP/1.1 503") and b'"code":"draining"' in b"".join(got)
@@ -137,22 +136,21 @@ def test_a_body_that_is_still_arriving_is_refused_at_once(long_folder: Path, cap
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_failed_is_an_exit_code(long_folder: Path) -> None:
-    sock = listen("127.0.0.1", 0)
+    sock = bind("127.0.0.1", 0)
     url, said = url_of(sock), list[str]()
-    state = ServerState(ServerConfig(MODEL))
+    state = ServerState(ServerConfig(MODEL), Served.of(make_engine(long_folder)))
 
     def explode() -> None:
         raise RuntimeError("boom")
 
     def act() -> None:
         wait_until(lambda: any("ready" in line for line in said))
-        assert state.served is not None
         state.served.engine.engine.step = explode  # type: ignore[method-assign,assignment]
         post(url + "/v1/completions", BODY)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=act)
     thread.start()
-    assert asyncio.run(serve(state, sock, lambda: make_engine(long_folder), said.append)) == 1
+    assert asyncio.run(serve(state, sock, said.append)) == 1
     thread.join()
     assert "the engine failed: RuntimeError: boom" in said

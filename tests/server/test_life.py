@@ -1,4 +1,4 @@
-"""The life of a server: warming, clients that leave, a failed engine, metrics, profiles."""
+"""The life of a server: clients that leave, a failed engine, metrics, profiles."""
 
 from __future__ import annotations
 
@@ -13,36 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.live import MODEL, LiveServer, live_server, make_engine, metrics, post, request, wait_until
+from tests.server.live import LiveServer, live_server, make_engine, metrics, post, request, wait_until
 from uncast.server.profiler import _compress
-from uncast.server.state import Served, ServerConfig, ServerState
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "the latent", "max_tokens": 4000, "ignore_eos": True}
-
-
-def test_before_the_model_is_loaded_only_the_probes_answer(folder: Path) -> None:
-    state = ServerState(ServerConfig(MODEL))
-    live = LiveServer(state)
-    try:
-        assert request("GET", live.url + "/health").json() == {"status": "ok"}
-        ready = request("GET", live.url + "/ready")
-        assert (ready.status_code, ready.json()) == (503, {"status": "warming"})
-        assert (
-            request("GET", live.url + "/metrics").status_code
-            == request("GET", live.url + "/openapi.json").status_code
-            == 200
-        )
-        for response in (post(live.url + COMPLETE, LONG), request("GET", live.url + "/v1/models")):
-            assert response.status_code == 503 and response.json()["error"]["code"] == "warming"
-            assert response.headers["retry-after"]
-        engine = make_engine(folder)
-        engine.start()
-        state.served = Served.of(engine)
-        assert request("GET", live.url + "/ready").json() == {"status": "ready"}
-        assert post(live.url + COMPLETE, {"prompt": "a"}).status_code == 200
-    finally:
-        live.stop()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.live import ServerProcess, metrics, post, request, wait_until
+from tests.server.live import ServerProcess, metrics, post, wait_until
 from uncast.cli.main import main
-from uncast.server.state import ServerConfig, ServerState
+from uncast.server.state import ServerConfig
 
 COMPLETE = "/v1/completions"
 LONG = {"prompt": "the latent", "max_tokens": 4000, "ignore_eos": True}
@@ -49,13 +49,6 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(long_folder: 
 def _stream(url: str, body: dict[str, Any]) -> list[str]:
     with httpx.stream("POST", url + COMPLETE, json={**body, "stream": True}, timeout=60) as response:
         return [line for line in response.iter_lines() if line]
-
-
-def test_a_signal_while_the_model_is_loaded_ends_in_order(folder: Path) -> None:
-    with ServerProcess(folder, wait_ready=False) as server:
-        wait_until(lambda: request("GET", server.url + "/health").status_code == 200)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.wait() == 0 and "Traceback" not in server.output
 
 
 def test_after_the_grace_time_requests_are_aborted(long_folder: Path) -> None:
@@ -147,7 +140,7 @@ def test_options_are_checked_before_anything_listens(
     from uncast.cli import serve as command
 
     listened: list[str] = []
-    monkeypatch.setattr(command, "listen", lambda host, port: listened.append(host))
+    monkeypatch.setattr(command, "bind", lambda host, port: listened.append(host))
     code, errors = serve_here(folder, *options)
     assert code == 2 and sentence in errors and errors.count("\n") == 1 and not listened
 
@@ -177,12 +170,12 @@ def test_the_key_and_the_defaults_come_from_the_environment_and_the_model(
 
     seen: list[ServerConfig] = []
 
-    async def record(state: ServerState, sock: socket.socket, load: Any, say: Any) -> int:
-        seen.append(state.config)
+    async def record(config: ServerConfig, sock: socket.socket, load: Any, say: Any, clock: Any) -> int:
+        seen.append(config)
         sock.close()
         return 0
 
-    monkeypatch.setattr(command, "serve", record)
+    monkeypatch.setattr(command, "run_server", record)
     monkeypatch.setenv("UNCAST_API_KEY", "from the environment")
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(folder / name)
@@ -220,4 +213,5 @@ def test_a_broken_model_or_setting_ends_the_start_with_one_sentence(
     weights["model.norm.weight"] = weights["model.norm.weight"] * float("nan")
     save_file(weights, own / "model.safetensors")
     code, err = start("--kv-pool-tokens", "256")
-    assert code == 1 and err.startswith("uncast: the model's logits are not finite") and err.count("\n") == 1
+    assert code == 1 and err.startswith("uncast: warm-up: a prompt of ") and err.count("\n") == 1
+    assert "failed: the model's logits are not finite" in err

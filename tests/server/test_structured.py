@@ -153,7 +153,7 @@ def test_the_template_sees_tools_and_earlier_calls(client: openai.OpenAI, live: 
         {"role": "tool", "tool_call_id": "c1", "content": "noon"},
     ]
     answer = chat(client, messages=turns, tools=[OTHER], max_tokens=4)
-    tokenizer = live.state.served.tokenizer  # type: ignore[union-attr]
+    tokenizer = live.state.served.tokenizer
     text = (
         f"<tools>{json.dumps(OTHER)}</tools><user>the latent<assistant><tool_call>now<arg_key>a</arg_key><arg_value>1"
     )

@@ -15,11 +15,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from uncast.attention import ProblemError, Refused
 from uncast.attention.registry import UnknownBackend
+from uncast.cache_folder import keep_kernels
 from uncast.checkpoints.bundled import BUNDLED, model_folder
 from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint
 from uncast.checkpoints.generation import read_generation_config
 from uncast.checkpoints.kv_scales import apply_kv_scales
 from uncast.checkpoints.load import cache_scale_note, load_config, load_model
+from uncast.cli.grammar import INCOMPLETE, add_grammar, following
 from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
 from uncast.cli.kv_scales import scales_of
 from uncast.cli.main import UsageError, WorkError
@@ -84,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated"
     )
+    add_grammar(parser)
     parser.add_argument(
         "--page-size", type=int, default=64, help="cache rows per page, a power of two 1..128 (default: 64)"
     )
@@ -108,8 +111,9 @@ def _run(args: argparse.Namespace) -> int:
     config = load_config(folder)
     tokenizer = Tokenizer(folder, config.vocab_size)
     params = _sampling(args, folder, config.vocab_size)
-    ids = tokenizer.chat([{"role": "user", "content": args.prompt}]) if args.chat else tokenizer.encode(args.prompt)
+    prompt, ids = _prompt(args, tokenizer)
     check_lengths(len(ids), args.max_tokens, context=config.max_position_embeddings)
+    follow = following(args, prompt, tokenizer, config)
     pool_tokens = len(ids) + args.max_tokens if args.kv_pool_tokens is None else args.kv_pool_tokens
     if pool_tokens < 1:
         raise ValueError(f"kv_pool_tokens is {pool_tokens}: at least 1 is needed")
@@ -150,18 +154,30 @@ def _run(args: argparse.Namespace) -> int:
         stop=args.stop,
         result=result,
         speculate=speculate.count,
+        grammar=follow.grammar,
+        shown_special=follow.shown,
     )
     for piece in pieces:
         if not args.json:
             print(piece, end="", flush=True)
     team.leave()
     facts = summary(runner, result)
+    if follow.grammar is not None and result.finish_reason == "length":
+        print(f"uncast: note: {INCOMPLETE}", file=sys.stderr)
     if args.json:
         print(json.dumps(facts, ensure_ascii=False))
     else:
         print()
         print_summary(facts, runner, result)
     return 0
+
+
+def _prompt(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """The text that the model continues, and its tokens."""
+    if not args.chat:
+        return args.prompt, tokenizer.encode(args.prompt)
+    text = tokenizer.render([{"role": "user", "content": args.prompt}], add_generation_prompt=True)
+    return text, tokenizer.encode(text, add_special_tokens=False)
 
 
 def _off(reason: str | None) -> str:
@@ -187,7 +203,8 @@ def load_with_bar(
     cache_bytes: int = DEFAULT_CACHE_BYTES,
     mtp: bool = False,
 ) -> MLADecoder:
-    """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar and the checkpoint's notes on stderr.
+    """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar and the checkpoint's notes on stderr. On a GPU
+    the kernels that it will compile are kept.
 
     Args:
         kv_layout: of the cache; with `fp8_e4m3` missing scales are noted.
@@ -203,6 +220,8 @@ def load_with_bar(
     notes: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} layers"))
     first = parallel is None or parallel.rank == 0
+    if device == "cuda":
+        keep_kernels(_warn if first else lambda sentence: None)
     console = Console(file=sys.stderr, quiet=quiet or not first)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {folder.name}", total=layers)
@@ -220,3 +239,7 @@ def load_with_bar(
     if device == "cpu" and model.config.hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return model
+
+
+def _warn(sentence: str) -> None:
+    print(f"uncast: warning: {sentence}", file=sys.stderr)

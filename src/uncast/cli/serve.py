@@ -7,13 +7,14 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from uncast.attention import ProblemError, Refused
 from uncast.attention.registry import UnknownBackend, create
+from uncast.cache_folder import COMPILE_ONCE
 from uncast.checkpoints.bundled import BUNDLED, model_folder
 from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint
 from uncast.checkpoints.generation import read_generation_config
@@ -29,19 +30,21 @@ from uncast.cli.speculate import Speculate, speculate_of
 from uncast.cli.weight_cache import add_weight_cache, weight_cache_bytes
 from uncast.engine.async_engine import AsyncEngine
 from uncast.engine.core import Engine, EngineConfig
-from uncast.engine.request import GenerationError
 from uncast.engine.runner import RunnerError
 from uncast.engine.sampler import SamplingError
 from uncast.engine.step_bytes import token_bytes
 from uncast.engine.tokenizer import Tokenizer
+from uncast.engine.warm_up import WarmUpError, warm_up
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.latent.pool import check_page_size
 from uncast.models.config import ModelConfig
 from uncast.models.decoder import MLADecoder
 from uncast.models.parallel import Parallel
 from uncast.server.chat_format import REASONING_PARSERS, TOOL_PARSERS
-from uncast.server.run import ListenError, listen, serve, url_of
-from uncast.server.state import ServerConfig, ServerState
+from uncast.server.run import ListenError, bind, url_of
+from uncast.server.run import run as run_server
+from uncast.server.start import StartClock
+from uncast.server.state import ServerConfig
 
 _ERRORS = (CheckpointError, LayoutError, ProblemError, Refused, RunnerError, SamplingError, UnknownBackend, ValueError)
 _CPU_POOL_BYTES = 1 << 30
@@ -109,12 +112,14 @@ def build_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Runs the command; see `uncast serve --help`."""
     args = build_parser().parse_args(argv)
+    clock = StartClock()
+    clock.mark("imports")
     try:
-        return _run(args)
+        return _run(args, clock)
     except (ListenError, _FolderError) as error:
         print(f"uncast: {error}", file=sys.stderr)
         return 1
-    except (DamagedCheckpoint, GenerationError, ParallelError) as error:
+    except (DamagedCheckpoint, ParallelError, WarmUpError) as error:
         raise WorkError(str(error)) from error
     except _ERRORS as error:
         raise UsageError(str(error)) from error
@@ -124,7 +129,7 @@ class _FolderError(OSError):
     """A folder that cannot be written; one sentence."""
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, clock: StartClock) -> int:
     folder = model_folder(args.model)
     config = load_config(folder)
     tokenizer = Tokenizer(folder, config.vocab_size)
@@ -159,6 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         )
         if scales is not None:
             apply_kv_scales(model, scales)
+        clock.mark("weights")
         return model
 
     team = Team(
@@ -173,8 +179,8 @@ def _run(args: argparse.Namespace) -> int:
     )
     if team.follows:
         return team.follow()
-    sock = listen(args.host, args.port)
-    _say(f"listening on {url_of(sock)}, loading {server_config.model_name}")
+    sock = bind(args.host, args.port)
+    _say(f"loading {server_config.model_name} for {url_of(sock)}")
     if args.host not in _LOCAL_HOSTS and server_config.api_key is None:
         _say("warning: other machines can use this server without an API key")
 
@@ -183,13 +189,26 @@ def _run(args: argparse.Namespace) -> int:
 
     def load() -> AsyncEngine:
         engine = Engine(team.runner(), tokenizer, limits)
+        clock.kernels = _kernel_counts()
+        clock.mark("probe")
+        warm_up(engine)
+        clock.mark("warm_up")
         if engine.speculation is not None:
             engine.speculation.say = _say
         return AsyncEngine(engine)
 
-    code = asyncio.run(serve(ServerState(server_config), sock, load, _say))
+    code = asyncio.run(run_server(server_config, sock, load, _say, clock))
     team.leave()
     return code
+
+
+def _kernel_counts() -> Callable[[], Mapping[str, int]] | None:
+    """Tells how many kernels were compiled; None on a CPU, and with another cache of Triton's than ours."""
+    if not torch.cuda.is_available() or os.environ.get("TRITON_CACHE_MANAGER") != COMPILE_ONCE:
+        return None
+    from uncast.kernels.compile_once import counts  # needs Triton
+
+    return counts
 
 
 def _check_cache_options(args: argparse.Namespace, config: ModelConfig) -> None:

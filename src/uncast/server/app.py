@@ -123,7 +123,7 @@ async def _stop_profile(request: Request) -> Response:
 
 
 def _card(state: ServerState) -> ModelCard:
-    served = state.require_model()
+    served = state.served
     return ModelCard(
         id=state.config.model_name,
         object="model",

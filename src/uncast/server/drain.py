@@ -25,8 +25,6 @@ async def drain(state: ServerState, server: Server, say: Callable[[str], None]) 
         The exit code: 0, or 1 if a request was aborted, an answer was late, or the engine failed.
     """
     state.closing.set()
-    if state.served is None:
-        return 0
     engine, grace = state.served.engine, state.config.grace_s
     say(f"shutting down: {engine.active} running requests have {grace:g} s")
     deadline = time.monotonic() + grace

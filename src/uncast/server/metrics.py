@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from uncast.engine.stats import EngineStats
+from uncast.server.start import StartClock
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -44,16 +45,15 @@ _COUNTERS = (
     ("subnormal_total", "kv_cache_values_subnormal", "Values that became FP8 subnormals"),
     ("nan_total", "kv_cache_values_nan", "NaN values written to the cache"),
 )
+_KERNELS = {"compiled": "that this process compiled", "found": "that it found compiled"}
 
 
 class _EngineCollector(Collector):
-    def __init__(self, read: Callable[[], EngineStats | None]) -> None:
+    def __init__(self, read: Callable[[], EngineStats]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read()
-        if stats is None:
-            return
         for attribute, name, text in _GAUGES:
             yield GaugeMetricFamily(f"uncast_{name}", text, value=getattr(stats, attribute))
         used = stats.pool_pages - stats.pool_pages_free - stats.pool_pages_cached
@@ -68,6 +68,24 @@ class _EngineCollector(Collector):
         yield finished
 
 
+class _StartCollector(Collector):
+    def __init__(self, clock: StartClock) -> None:
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        if self._clock.seconds:
+            phases = GaugeMetricFamily("uncast_start_seconds", "Time of each phase of the start", labels=["phase"])
+            for phase, seconds in self._clock.seconds.items():
+                phases.add_metric([phase], seconds)
+            yield phases
+            yield GaugeMetricFamily(
+                "uncast_ready_seconds", "From the start of the process until the port was open", self._clock.total
+            )
+        if self._clock.kernels is not None:
+            for what, number in self._clock.kernels().items():
+                yield CounterMetricFamily(f"uncast_kernels_{what}", f"Triton kernels {_KERNELS[what]}", number)
+
+
 class Metrics:
     """The registry of one server.
 
@@ -78,9 +96,10 @@ class Metrics:
         responses: HTTP answers by route and status.
     """
 
-    def __init__(self, read: Callable[[], EngineStats | None]) -> None:
+    def __init__(self, read: Callable[[], EngineStats], start: StartClock) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(read))
+        self.registry.register(_StartCollector(start))
         self.ttft = Histogram(
             "uncast_time_to_first_token_seconds",
             "From the arrival of a request to its first token",

@@ -31,7 +31,7 @@ _ERRORS = {
     415: "The body is not declared as JSON.",
     429: "The queue is full.",
     500: "The trace cannot be written.",
-    503: "The server is warming, shutting down, or its engine failed.",
+    503: "The server is shutting down, or its engine failed.",
 }
 _BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest)
 _ANSWERS: tuple[type[BaseModel], ...] = (
@@ -40,13 +40,12 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
 
 
 def document(state: ServerState) -> dict[str, Any]:
-    """The document as it holds now; `securitySchemes` only with an API key, limits of the model once it is loaded."""
+    """The document with the served model's limits; `securitySchemes` only with an API key."""
     wanted: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in _BODIES]
     wanted += [(model, "serialization") for model in _ANSWERS]
     _, schemas = models_json_schema(wanted, ref_template="#/components/schemas/{model}")
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
-    if state.served is not None:
-        _limit(components["schemas"], vocab_size=state.served.vocab_size, total=state.served.max_total)
+    _limit(components["schemas"], vocab_size=state.served.vocab_size, total=state.served.max_total)
     locked = state.config.api_key is not None
     if locked:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -150,7 +150,7 @@ class ModelList(Answer):
 class Status(Answer):
     """Answer of /health and /ready."""
 
-    status: Literal["ok", "ready", "warming", "draining", "failed"]
+    status: Literal["ok", "ready", "draining", "failed"]
 
 
 class ProfileStatus(Answer):

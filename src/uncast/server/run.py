@@ -1,4 +1,4 @@
-"""A server's life: listen, load and warm up, serve, and on SIGTERM or SIGINT drain and end."""
+"""A server's life: take an address, load and warm up, open the port, serve, and on SIGTERM or SIGINT drain and end."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from typing import NoReturn
 import uvicorn
 
 from uncast.engine.async_engine import AsyncEngine
-from uncast.engine.request import GenerationError, Request
 from uncast.server.app import create_app
 from uncast.server.drain import drain
 from uncast.server.errors import ApiError
-from uncast.server.state import Served, ServerState
+from uncast.server.start import StartClock
+from uncast.server.state import Served, ServerConfig, ServerState
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_S = 5
 _KEEP_ALIVE_S = 30
+_BACKLOG = 1024
 
 
 class ListenError(OSError):
     """The address cannot be listened on; one sentence."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with an address, on which nobody listens yet: who connects is refused. Port 0 takes a free one.
 
     Raises:
         ListenError: the port is taken, not allowed, or the host has no such address.
@@ -42,14 +43,16 @@ def listen(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(1024)
     except (OSError, UnicodeError, OverflowError) as error:
         if sock is not None:
             sock.close()
-        reason = getattr(error, "strerror", None) or error
-        raise ListenError(f"cannot listen on {host} port {port}: {reason}") from None
+        raise _listen_error(host, port, error) from None
     sock.setblocking(False)
     return sock
+
+
+def _listen_error(host: str, port: int, error: Exception) -> ListenError:
+    return ListenError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}")
 
 
 def url_of(sock: socket.socket) -> str:
@@ -65,22 +68,48 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def serve(
-    state: ServerState, sock: socket.socket, load: Callable[[], AsyncEngine], say: Callable[[str], None]
+async def run(
+    config: ServerConfig,
+    sock: socket.socket,
+    load: Callable[[], AsyncEngine],
+    say: Callable[[str], None],
+    clock: StartClock,
 ) -> int:
-    """Serves on `sock` until a signal. `load` makes the engine in a thread, while /ready says "warming".
+    """Loads in a thread, then serves on `sock`; see `serve`. A signal before that ends the process with 0.
+
+    Args:
+        load: gives an engine that is warmed up and not started; marks its phases on the clock.
+
+    Raises:
+        Whatever `load` raises. ListenError: another process listens at the address by now.
+    """
+    signalled = _watch_signals(say)
+    loading = asyncio.create_task(_in_thread(load))
+    await _first_of(loading, asyncio.create_task(signalled.wait()))
+    if not loading.done():
+        _exit_now(0)  # the interpreter cannot end in order while a thread still loads tensors
+    engine = loading.result()
+    return await serve(ServerState(config, Served.of(engine, config), clock), sock, say, signalled)
+
+
+async def serve(
+    state: ServerState, sock: socket.socket, say: Callable[[str], None], signalled: asyncio.Event | None = None
+) -> int:
+    """Starts the engine, opens the port and serves until a signal.
 
     The first signal drains (see `uncast.server.drain`): new requests get 503, running ones and their answers have
     `state.config.grace_s` seconds, then they are ended. A second one ends the process at once.
 
-    A signal before the model is loaded ends the process with 0.
+    Args:
+        signalled: set by the first signal; None watches signals from here on.
 
     Returns:
         The exit code: 0, or 1 if the drain had to end something.
 
     Raises:
-        Whatever `load` raises.
+        ListenError: another process listens at the address by now.
     """
+    signalled = _watch_signals(say) if signalled is None else signalled
     server = _Uvicorn(
         uvicorn.Config(
             create_app(state),
@@ -94,33 +123,33 @@ async def serve(
             timeout_graceful_shutdown=_CLOSE_S,
         )
     )
-    signalled = _watch_signals(say)
-    http = asyncio.create_task(server.serve(sockets=[sock]))
-    code = 0
     try:
-        loading = asyncio.create_task(_warm_up(state, load))
-        await _first_of(loading, asyncio.create_task(signalled.wait()))
-        if loading.done():
-            loading.result()
-            say(f"ready: {_describe(state)}")
-            await signalled.wait()
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise _listen_error(host, port, error) from None
+    engine = state.served.engine
+    engine.start()
+    http = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        if state.start.seconds:
+            say(state.start.describe())
+        say(f"ready: {_describe(state, url_of(sock))}")
+        await signalled.wait()
         code = await drain(state, server, say)
     finally:
         server.should_exit = True
         await http
-        if state.served is not None:
-            await state.served.engine.stop()
+        await engine.stop()
     try:
         await asyncio.to_thread(state.profiler.close)
     except ApiError as error:
         say(error.message)
-    if state.served is None:
-        _exit_now(code)  # the interpreter cannot end in order while a thread still loads tensors
     return code
 
 
-async def _warm_up(state: ServerState, load: Callable[[], AsyncEngine]) -> None:
-    """Loads in a daemon thread (an exit need not wait for it) and runs a first short request."""
+async def _in_thread(load: Callable[[], AsyncEngine]) -> AsyncEngine:
+    """Loads in a daemon thread: an exit need not wait for it."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[AsyncEngine] = loop.create_future()
 
@@ -136,19 +165,13 @@ async def _warm_up(state: ServerState, load: Callable[[], AsyncEngine]) -> None:
         engine, failure = None, None
         try:
             engine = load()
-        except BaseException as error:  # raised again by `serve`
+        except BaseException as error:  # raised again by `run`
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server ended meanwhile
             loop.call_soon_threadsafe(finish, engine, failure)
 
     threading.Thread(target=work, name="uncast-load", daemon=True).start()
-    engine = await loaded
-    engine.start()
-    served = Served.of(engine, state.config)
-    async for output in engine.submit(Request(prompt=[0], max_tokens=min(2, served.max_total - 1), ignore_eos=True)):
-        if output.error is not None:
-            raise GenerationError(output.error)
-    state.served = served
+    return await loaded
 
 
 def _watch_signals(say: Callable[[str], None]) -> asyncio.Event:
@@ -177,10 +200,9 @@ async def _first_of(*tasks: asyncio.Task[object]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _describe(state: ServerState) -> str:
-    assert state.served is not None
-    runner = state.served.engine.engine.runner
+def _describe(state: ServerState, url: str) -> str:
+    served, runner = state.served, state.served.engine.engine.runner
     return (
-        f"{state.config.model_name}, context {state.served.context:,}, KV pool of {state.served.pool_rows:,} tokens in "
+        f"{state.config.model_name} on {url}, context {served.context:,}, KV pool of {served.pool_rows:,} tokens in "
         f"{runner.pool.layout.name}, attention {runner.attention_backend}"
     )

@@ -14,6 +14,7 @@ from uncast.server.chat_format import ChatFormat
 from uncast.server.errors import ApiError, draining
 from uncast.server.metrics import Metrics
 from uncast.server.profiler import Profiler
+from uncast.server.start import StartClock
 from uncast.server.tokens import TokenTexts
 
 
@@ -102,19 +103,21 @@ class Served:
 
 
 class ServerState:
-    """A server's life: warming (`served` is None), ready, draining; or failed.
+    """A server's life: ready, draining; or failed.
 
     Attributes:
+        start: how long the start took.
         closing: set when a drain begins; new requests are refused then.
         expired: set when the grace time of a drain is over; streams end then.
     """
 
-    def __init__(self, config: ServerConfig, served: Served | None = None) -> None:
+    def __init__(self, config: ServerConfig, served: Served, start: StartClock | None = None) -> None:
         self.config, self.served = config, served
+        self.start = StartClock(0.0) if start is None else start
         self.created = int(time.time())
         self.closing = asyncio.Event()
         self.expired = asyncio.Event()
-        self.metrics = Metrics(lambda: None if self.served is None else self.served.engine.stats())
+        self.metrics = Metrics(served.engine.stats, self.start)
         self.profiler = Profiler(config.profile_dir)
 
     @property
@@ -123,33 +126,20 @@ class ServerState:
 
     @property
     def phase(self) -> str:
-        """ "warming", "ready", "draining" or "failed"."""
-        if self.served is None:
-            return "draining" if self.draining else "warming"
+        """ "ready", "draining" or "failed"."""
         if self.served.engine.failure is not None:
             return "failed"
         return "draining" if self.draining or self.served.engine.draining else "ready"
-
-    def require_model(self) -> Served:
-        """The served model, also while draining.
-
-        Raises:
-            ApiError: 503 while warming.
-        """
-        if self.served is None:
-            raise ApiError(503, "the model is being loaded", code="warming", headers={"Retry-After": "5"})
-        return self.served
 
     def require_ready(self) -> Served:
         """The served model.
 
         Raises:
-            ApiError: 503 while warming, draining, or after a failure of the engine.
+            ApiError: 503 while draining, or after a failure of the engine.
         """
         phase = self.phase
-        if phase == "ready" and self.served is not None:
+        if phase == "ready":
             return self.served
         if phase == "draining":
             raise draining()
-        failure = self.require_model().engine.failure
-        raise ApiError(503, str(failure), code="engine_failed")
+        raise ApiError(503, str(self.served.engine.failure), code="engine_failed")
