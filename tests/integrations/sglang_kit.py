@@ -37,13 +37,19 @@ def load_plugin() -> None:
 
 
 def _make(
-    name: str, mode: str, page: int, prefix: tuple[int, ...], extend: tuple[int, ...] = (), heads: int = 4
+    name: str,
+    mode: str,
+    page: int,
+    prefix: tuple[int, ...],
+    extend: tuple[int, ...] = (),
+    heads: int = 4,
+    backend: str = NAME,
 ) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.test.kits.attention_unittest.attention_methods.mla_attention import MLAAttentionCase
 
     return MLAAttentionCase(
-        name=f"{name}_page{page}", backend=NAME, forward_mode=ForwardMode[mode], num_heads=heads, page_size=page,
+        name=f"{name}_page{page}", backend=backend, forward_mode=ForwardMode[mode], num_heads=heads, page_size=page,
         prefix_lens=prefix, extend_lens=extend,
     )  # fmt: skip
 
