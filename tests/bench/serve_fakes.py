@@ -51,7 +51,7 @@ class FakeServer:
     """`requests` has every body that came to an answering route, with its headers under "headers"."""
 
     def __init__(self, handler: Handler) -> None:
-        self.handler, self.requests, self.url = handler, list[Any](), ""
+        self.handler, self.requests, self.url, self.lists_models = handler, list[Any](), "", True
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -64,6 +64,11 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._started.set()
         self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -73,7 +78,7 @@ class FakeServer:
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 connection = Connection(writer, first.split()[1], headers, json.loads(raw or b"null"))
                 if connection.path == "/v1/models":
-                    await connection.whole(MODELS)
+                    await (connection.whole(MODELS) if self.lists_models else connection.whole({}, 404))
                 else:
                     self.requests.append({**connection.body, "headers": headers, "path": connection.path})
                     await self.handler(connection)

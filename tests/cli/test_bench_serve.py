@@ -124,6 +124,15 @@ def test_the_key_is_sent_and_a_refusal_is_one_sentence(
     assert "does not answer" in capsys.readouterr().err
 
 
+def test_a_server_that_does_not_list_its_models(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server(good) as server:
+        server.lists_models = False
+        assert bench("--url", server.url) == 1
+        assert "/v1/models answered 404" in capsys.readouterr().err
+        assert bench("--url", server.url, "--model", "mine", "--num-prompts", 2) == 0
+        assert server.requests[-1]["model"] == "mine" and "mine on an unknown server" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -21,7 +21,7 @@ from uncast.cli.csv_file import check_writable, write_csv
 from uncast.cli.main import UsageError, WorkError
 
 if TYPE_CHECKING:
-    from uncast.bench.serve import Endpoint, Load, LoadResult, Prompt
+    from uncast.bench.serve import Endpoint, Load, LoadResult, Prompt, Server
     from uncast.bench.serve_report import Figures
 
 HTTPX_HINT = "bench serve needs httpx: pip install 'uncast[bench]'"
@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from uncast.bench.plot import check_matplotlib
-    from uncast.bench.serve import base_url, discover
+    from uncast.bench.serve import base_url
     from uncast.bench.serve_plot import plot_loads
     from uncast.bench.serve_report import figures
 
@@ -122,8 +122,8 @@ def _run(args: argparse.Namespace) -> int:
         check_matplotlib()
     loads, url, api_key = _loads(args), base_url(args.url), args.api_key or os.environ.get("UNCAST_API_KEY") or None
     endpoint = _endpoint(args, url, api_key)
-    server = discover(url, api_key, timeout_s=min(30.0, args.timeout))
-    endpoint = replace(endpoint, model=args.model or server.model)
+    server = _server(endpoint, args.model)
+    endpoint = replace(endpoint, model=server.model)
     results: list[LoadResult] = []
     found: list[Figures] = []
     source = Source(args, endpoint)
@@ -165,6 +165,19 @@ def _endpoint(args: argparse.Namespace, url: str, api_key: str | None) -> Endpoi
         url, "", chat=args.endpoint == "chat", stream=not args.no_stream, api_key=api_key, timeout_s=args.timeout,
         extra=extra | _extra_body(args.extra_body),
     )  # fmt: skip
+
+
+def _server(endpoint: Endpoint, model: str | None) -> Server:
+    """Who answers; a server that does not list its models needs the name of one."""
+    from uncast.bench.serve import Server, ServerError, discover
+
+    try:
+        found = discover(endpoint.url, endpoint.api_key, timeout_s=min(30.0, endpoint.timeout_s))
+    except ServerError:
+        if model is None:
+            raise
+        found = Server(model, "an unknown server")
+    return replace(found, model=model or found.model)
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:
