@@ -201,6 +201,9 @@ class _Dispatch(TorchDispatchMode):
             self.gpu.sync(f"{name} between {' and '.join(sorted(devices))}")
             self.gpu.launches.append(Launch("copy", name))
             return
+        if name == "to" and made and made[0].is_cuda and all(made[0] is not x for x in tensors):
+            self.gpu.launches.append(Launch("aten", "to"))
+            return
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if is_view or name in _FREE or name.startswith("prim") or (made and all(x.numel() == 0 for x in made)):
             return
@@ -241,6 +244,8 @@ class _Function(TorchFunctionMode):
             return _get(args[0], args[1])
         if name == "__setitem__":
             return _set(args[0], args[1], args[2])
+        if name == "__invert__":
+            return torch.bitwise_not(args[0])
         if name == "copy_":
             return _copy(args[0], args[1])
         if name in _SHAPED_BY_VALUES:
@@ -251,7 +256,8 @@ class _Function(TorchFunctionMode):
             value = getattr(args[0], "_known", None)
             if value is None:
                 raise HostSync(f"{name} of values that nobody knows")
-            return getattr(value, name)()
+            with torch._C._DisableTorchDispatch():
+                return getattr(value, name)()
         return func(*args, **kwargs)
 
 

@@ -21,7 +21,16 @@ from uncast.models.decoder import Layer, MLADecoder, MLAWeights, MTPLayer
 from uncast.models.indexer import IndexerWeights
 from uncast.models.layers import MLP, ExpertStack, MoE
 from uncast.models.parallel import Parallel, local_config
-from uncast.quant.packed import DEFAULT_CACHE_BYTES, DequantCache, Packed, Weight, concat_rows, empty_stack, put_expert
+from uncast.quant.packed import (
+    DEFAULT_CACHE_BYTES,
+    DequantCache,
+    Packed,
+    Weight,
+    concat_rows,
+    empty_stack,
+    put_expert,
+    split_rows,
+)
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all)."""
@@ -251,11 +260,14 @@ class LayerLoader:
         kv_b = self.get(prefix + "kv_b_proj.weight", c.num_heads * per_head, c.kv_lora_rank)
         kv_b = kv_b.view(c.num_heads, per_head, c.kv_lora_rank)
         k_scale = self.k_scale(prefix)
+        q_a, kv_a, both = self.joined(
+            q_a, self.weight(prefix + "kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.qk_rope_head_dim, hidden)
+        )
         return MLAWeights(
             q_a=q_a,
             q_a_norm=q_a_norm,
             q_b=q_b,
-            kv_a=self.weight(prefix + "kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.qk_rope_head_dim, hidden),
+            kv_a=kv_a,
             kv_a_norm=self.get(prefix + "kv_a_layernorm.weight", c.kv_lora_rank),
             w_uk=kv_b[:, : c.qk_nope_head_dim].contiguous(),
             w_uv=kv_b[:, c.qk_nope_head_dim :].contiguous(),
@@ -263,7 +275,16 @@ class LayerLoader:
             ckv_scale=k_scale,
             kpe_scale=k_scale,
             indexer=self.indexer(prefix + "indexer.", index),
+            qkv_a=both,
         )
+
+    def joined(self, q_a: Weight | None, kv_a: Weight) -> tuple[Weight | None, Weight, Weight | None]:
+        """Both down-projections and, on a GPU where they are stored alike, the one matrix that both are views of: one product
+        instead of two."""
+        both = None if q_a is None or self.device.type == "cpu" else concat_rows(q_a, kv_a)
+        if both is None or q_a is None:
+            return q_a, kv_a, None
+        return *split_rows(both, q_a.shape[0]), both
 
     def indexer(self, prefix: str, index: int) -> IndexerWeights | None:
         """Of a full layer; the head weights stay in float32."""

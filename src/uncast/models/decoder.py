@@ -21,8 +21,10 @@ from torch.nn import functional as F
 from uncast.attention import MLAPagedAttention
 from uncast.latent.codec import Scale
 from uncast.models.config import ModelConfig
+from uncast.models.experts import MLP
+from uncast.models.fused import add_norm, latent_parts, rms_norm, rotate, scaled
 from uncast.models.indexer import IndexCache, Indexer, IndexerWeights
-from uncast.models.layers import MLP, MoE, rms_norm
+from uncast.models.layers import MoE
 from uncast.models.parallel import Parallel, ShardedMLP, ShardedMoE
 from uncast.models.rope import Rope
 from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, attend_chunks, split_prefill
@@ -38,6 +40,7 @@ class MLAWeights:
         q_a [q_lora_rank, hidden], q_a_norm [q_lora_rank], q_b [heads * (nope + rope), q_lora_rank or hidden],
         kv_a [rank + rope, hidden], kv_a_norm [rank], w_uk [heads, nope, rank], w_uv [heads, v, rank], o [hidden, heads * v].
         q_a, q_b, kv_a and o may be packed.
+        qkv_a: q_a above kv_a as one matrix, of which these two are views; None where they are apart.
         ckv_scale, kpe_scale: the checkpoint's k_scale, used by layout `fp8_e4m3`.
         indexer: of a full layer of sparse attention.
     """
@@ -53,6 +56,7 @@ class MLAWeights:
     ckv_scale: Scale = None
     kpe_scale: Scale = None
     indexer: IndexerWeights | None = None
+    qkv_a: Weight | None = None
 
 
 AnyMLP = MLP | MoE | ShardedMLP | ShardedMoE
@@ -172,11 +176,11 @@ class MLADecoder:
     @torch.inference_mode()
     def forward_hidden(self, batch: ForwardBatch, *, every: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, and the hidden states after the final norm: [m, hidden] of these rows, [n, hidden] of `every` row."""
-        hidden = _scaled(F.embedding(batch.token_ids, self.embed), self.config.embed_scale)
-        step = self._step(batch)
+        hidden = scaled(F.embedding(batch.token_ids, self.embed), self.config.embed_scale)
+        step, pending = self._step(batch), None
         for index, layer in enumerate(self.layers):
-            hidden = self._layer(layer, hidden, batch.cache[index], step)
-        return self._head(hidden, self.final_norm, batch.logit_rows, every)
+            hidden, pending = self._layer(layer, hidden, pending, batch.cache[index], step)
+        return self._head(hidden, pending, self.final_norm, batch.logit_rows, every)
 
     @torch.inference_mode()
     def draft(
@@ -198,24 +202,35 @@ class MLADecoder:
         x = linear(
             torch.cat([rms_norm(embedded, mtp.enorm, eps), rms_norm(hidden, mtp.hnorm, eps)], dim=-1), mtp.eh_proj
         )
-        x = self._layer(mtp.layer, x, batch.cache[len(self.layers)], self._step(batch))
-        return self._head(x, mtp.norm, batch.logit_rows, every)
+        x, pending = self._layer(mtp.layer, x, None, batch.cache[len(self.layers)], self._step(batch))
+        return self._head(x, pending, mtp.norm, batch.logit_rows, every)
 
     def _step(self, batch: ForwardBatch) -> _Step:
         split = split_prefill(self.config, self.prefill, batch.attention)
         return _Step(batch, self.rope.angles(batch.positions), split)
 
-    def _layer(self, layer: Layer, hidden: torch.Tensor, cache: torch.Tensor, step: _Step) -> torch.Tensor:
+    def _layer(
+        self, layer: Layer, hidden: torch.Tensor, pending: torch.Tensor | None, cache: torch.Tensor, step: _Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states, and what is still to be added to them: one step does it together with the next norm."""
         eps, branch = self.config.rms_norm_eps, self.config.residual_scale
-        attended = self._attend(layer.attention, rms_norm(hidden, layer.input_norm, eps), cache, step)
-        hidden = hidden + _scaled(attended, branch)
-        return hidden + _scaled(layer.mlp(rms_norm(hidden, layer.post_norm, eps)), branch)
+        normed, hidden = add_norm(hidden, pending, layer.input_norm, eps, branch)
+        attended = self._attend(layer.attention, normed, cache, step)
+        normed, hidden = add_norm(hidden, attended, layer.post_norm, eps, branch)
+        return hidden, layer.mlp(normed)
 
     def _head(
-        self, hidden: torch.Tensor, norm: torch.Tensor, rows: torch.Tensor, every: bool
+        self,
+        hidden: torch.Tensor,
+        pending: torch.Tensor | None,
+        norm: torch.Tensor,
+        rows: torch.Tensor,
+        every: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = rms_norm(hidden if every else hidden[rows], norm, self.config.rms_norm_eps)
-        wanted = _scaled(normed[rows] if every else normed, self.config.logit_scale)
+        if not every:
+            hidden, pending = hidden[rows], None if pending is None else pending[rows]
+        normed, _ = add_norm(hidden, pending, norm, self.config.rms_norm_eps, self.config.residual_scale)
+        wanted = scaled(normed[rows] if every else normed, self.config.logit_scale)
         logits = F.linear(wanted, self.lm_head).to(torch.float32)
         if self.parallel is not None:
             logits = self.parallel.gather(logits, self.config.vocab_size)
@@ -224,24 +239,22 @@ class MLADecoder:
     def _attend(self, weights: MLAWeights, x: torch.Tensor, cache: torch.Tensor, step: _Step) -> torch.Tensor:
         config, tokens = self.config, x.shape[0]
         batch, angles = step.batch, step.angles
-        scaled = batch.attention.kv_layout == "fp8_e4m3"
-        ckv_scale, kpe_scale = (weights.ckv_scale, weights.kpe_scale) if scaled else (None, None)
-        row = linear(x, weights.kv_a)
-        ckv, kpe = row[:, : config.kv_lora_rank], row[:, config.kv_lora_rank :]
-        ckv = rms_norm(ckv, weights.kv_a_norm, config.latent_norm_eps)
-        kpe = self.rope.rotate(kpe, angles)
+        external = batch.attention.kv_layout == "fp8_e4m3"
+        ckv_scale, kpe_scale = (weights.ckv_scale, weights.kpe_scale) if external else (None, None)
+        q_row, kv_row = _down(weights, x, config.q_lora_rank)
+        c_q, ckv, kpe = latent_parts(
+            q_row, kv_row, weights.q_a_norm, weights.kv_a_norm, config.latent_norm_eps, self.rope, angles
+        )
         batch.attention.write(
             ckv, kpe, cache, batch.slot_mapping, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=batch.counters
         )
 
-        c_q = x
-        if weights.q_a is not None and weights.q_a_norm is not None:
-            c_q = rms_norm(linear(x, weights.q_a), weights.q_a_norm, config.latent_norm_eps)
+        c_q = x if c_q is None else c_q
         if self.indexer is not None and weights.indexer is not None:
             step.indices = self._select(self.indexer, weights.indexer, x, c_q, step)
         query = linear(c_q, weights.q_b).view(tokens, config.num_heads, -1)
         q_nope, q_pe = query[..., : config.qk_nope_head_dim], query[..., config.qk_nope_head_dim :]
-        q_pe, scales = self.rope.rotate(q_pe, angles), (ckv_scale, kpe_scale)
+        q_pe, scales = rotate(self.rope, q_pe, angles), (ckv_scale, kpe_scale)
         if step.split is None:
             values = _absorbed(weights, q_nope, q_pe, cache, batch.attention, scales, step.indices)
         else:
@@ -262,6 +275,14 @@ class MLADecoder:
         return indexer.select(weights, x, c_q, step.angles, batch.index, problem)
 
 
+def _down(weights: MLAWeights, x: torch.Tensor, q_lora_rank: int | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """x's down-projections: to the query latent, None without one, and to latent and key."""
+    if weights.qkv_a is not None:
+        both = linear(x, weights.qkv_a)
+        return both[:, :q_lora_rank], both[:, q_lora_rank:]
+    return None if weights.q_a is None else linear(x, weights.q_a), linear(x, weights.kv_a)
+
+
 def _absorbed(
     weights: MLAWeights,
     q_nope: torch.Tensor,
@@ -275,7 +296,11 @@ def _absorbed(
     absorbed = torch.bmm(q_nope.transpose(0, 1), weights.w_uk).transpose(0, 1)
     latent = attention.run(absorbed, q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1], indices=indices)
     assert isinstance(latent, torch.Tensor)
-    return torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
+    if not latent.is_cuda:
+        return torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
+    values = latent.new_empty(latent.shape[0], *weights.w_uv.shape[:2])  # where the product is to lie for o
+    torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2), out=values.transpose(0, 1))
+    return values
 
 
 def _by_chunk(
@@ -297,7 +322,3 @@ def _by_chunk(
         sm_scale=config.sm_scale, ckv_scale=scales[0], kpe_scale=scales[1],
     )  # fmt: skip
     return values
-
-
-def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    return x if factor == 1.0 else x * factor

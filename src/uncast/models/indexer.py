@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from uncast.attention import Problem
 from uncast.backends.lightning_indexer import select_tokens
 from uncast.latent.index_keys import IndexLayout, store_keys
+from uncast.models.fused import on_kernels, rotate, wide_linear
 from uncast.models.indexer_config import IndexerConfig
 from uncast.models.rope import Rope
 from uncast.quant.matmul import linear
@@ -76,7 +77,13 @@ class Indexer:
         slot_mapping: torch.Tensor,
     ) -> None:
         """Writes the keys of x [n, hidden]."""
-        keys = linear(x, weights.k)
+        keys, interleaved = linear(x, weights.k), self.rope.config.interleaved
+        if on_kernels(keys):
+            from uncast.kernels.index_write import serves, write_keys
+
+            if serves(cache.layout):
+                norm, storage = (weights.k_norm, weights.k_norm_bias, K_NORM_EPS), cache.storage[weights.layer]
+                return write_keys(keys, *norm, angles, interleaved, storage, slot_mapping, cache.layout)
         keys = F.layer_norm(keys, keys.shape[-1:], weights.k_norm, weights.k_norm_bias, K_NORM_EPS)
         store_keys(cache.storage[weights.layer], self._rotate(keys, angles), slot_mapping, cache.layout)
 
@@ -93,8 +100,12 @@ class Indexer:
         config = self.config
         q = linear(c_q, weights.q_b).view(-1, config.num_heads, config.head_dim)
         scale = (config.num_heads * config.head_dim) ** -0.5
-        head_weights = F.linear(x.to(torch.float32), weights.weights) * scale
-        return select_tokens(self._rotate(q, angles), head_weights, cache.storage[weights.layer], problem, cache.layout)
+        head_weights = wide_linear(x, weights.weights, scale)
+        if on_kernels(q):
+            rotate(self.rope, q[..., : self.rope.config.dim], angles)
+        else:
+            q = self._rotate(q, angles)
+        return select_tokens(q, head_weights, cache.storage[weights.layer], problem, cache.layout)
 
     def _rotate(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """x [..., head_dim] with its first rope channels rotated."""

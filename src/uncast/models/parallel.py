@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from uncast.models.config import ModelConfig, MoEConfig
 from uncast.models.experts import MLP, ExpertStack
-from uncast.models.layers import MoE, route
+from uncast.models.fused import choose_experts, silu_mul
+from uncast.models.layers import MoE
 from uncast.quant.matmul import linear
 from uncast.quant.packed import Weight, concat_rows
 from uncast.quant.slices import take_columns, take_rows
@@ -154,7 +155,7 @@ class ShardedMoE:
     whole: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = route(self.config, F.linear(x.to(torch.float32), self.router), self.bias)
+        weights, chosen = choose_experts(self.config, x, self.router, self.bias)
         routed = self._routed(x, weights, chosen)
         if self.shared is None:
             return self.parallel.sum(routed).to(x.dtype)
@@ -177,8 +178,7 @@ class ShardedMoE:
 
 def partial_mlp(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
     """float32 [n, hidden]: what these intermediate channels add."""
-    gate, up = linear(x, mlp.gate_up).chunk(2, dim=-1)
-    return linear_wide(F.silu(gate) * up, mlp.down)
+    return linear_wide(silu_mul(linear(x, mlp.gate_up)), mlp.down)
 
 
 def shard_mlp(mlp: MLP, parallel: Parallel, dtype: torch.dtype) -> MLP:

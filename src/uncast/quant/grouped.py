@@ -12,6 +12,7 @@ import triton
 from torch.nn import functional as F
 
 from uncast.kernels import packed_matmul as kernel
+from uncast.kernels import router
 from uncast.quant.packed import Fp8Blocks, Nvfp4, Packed, Weight
 
 _SPLIT_PROGRAMS = 256
@@ -35,6 +36,8 @@ class Routing:
 
 def sort_pairs(weights: torch.Tensor, chosen: torch.Tensor, experts: int) -> Routing:
     """The routing of chosen [n, top_k] and weights float32 [n, top_k]."""
+    if chosen.is_cuda and 0 < chosen.numel() <= router.MAX_PAIRS:
+        return Routing(*router.sort(chosen, experts), chosen.shape[1], weights.to(torch.float32).flatten())
     of_pair, pairs = chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(of_pair, torch.arange(experts, device=chosen.device), right=True, out_int32=True)
     return Routing(pairs, ends, chosen.shape[1], weights.to(torch.float32).flatten())

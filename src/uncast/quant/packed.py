@@ -184,6 +184,22 @@ def concat_rows(first: Weight, second: Weight) -> Weight | None:
     return None
 
 
+def split_rows(weight: Weight, at: int) -> tuple[Weight, Weight]:
+    """Views of the rows before `at` and from there on; in FP8 blocks `at` is a multiple of a block's rows."""
+    if isinstance(weight, torch.Tensor):
+        return weight[:at], weight[at:]
+    codes = weight.codes[:at], weight.codes[at:]
+    if isinstance(weight, Fp8Blocks):
+        block = at // weight.block[0]
+        scales = weight.scales[:block], weight.scales[block:]
+        return replace(weight, codes=codes[0], scales=scales[0]), replace(weight, codes=codes[1], scales=scales[1])
+    first, second = (
+        replace(weight, codes=code, scales=weight.scales[part], global_scale=weight.global_scale[part])
+        for code, part in zip(codes, (slice(None, at), slice(at, None)), strict=True)
+    )
+    return first, second
+
+
 def empty_stack(like: Weight, count: int) -> Weight:
     """Room for `count` matrices like this one; fill it with `put_expert`."""
 
