@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
+import torch
 
 from uncast.checkpoints.bundled import model_folder
 from uncast.checkpoints.load import load_model
@@ -50,7 +51,9 @@ def load_parts(model: str) -> Parts:
     folder = model_folder(model)
     tokenizer = Tokenizer(folder)
     text = (folder / "heldout.txt").read_text(encoding="utf-8")
-    return Parts(load_model(folder), tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    gpu = torch.cuda.is_available()
+    loaded = load_model(folder, device="cuda", dtype=torch.bfloat16) if gpu else load_model(folder)
+    return Parts(loaded, tokenizer, tokenizer.encode(text, add_special_tokens=False))
 
 
 class Target(ABC):
@@ -89,7 +92,9 @@ class EngineTarget(Target):
 
     def __init__(self, parts: Parts, args: argparse.Namespace) -> None:
         pages = -(-args.pool_tokens // args.page_size)
-        runner = ModelRunner(parts.model, num_pages=pages, page_size=args.page_size, deterministic=True)
+        runner = ModelRunner(
+            parts.model, num_pages=pages, page_size=args.page_size, deterministic=args.mode == "deterministic"
+        )
         self.engine = AsyncEngine(Engine(runner, parts.tokenizer))
 
     async def start(self) -> None:
@@ -130,9 +135,9 @@ class HttpTarget(Target):
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._command = [
-            sys.executable, "-m", "uncast", "serve", "--model", args.model, "--port", "0", "--deterministic",
+            sys.executable, "-m", "uncast", "serve", "--model", args.model, "--port", "0",
             "--kv-pool-tokens", str(args.pool_tokens), "--page-size", str(args.page_size),
-            "--grace-seconds", str(_DRAIN_S),
+            "--grace-seconds", str(_DRAIN_S), *(["--deterministic"] if args.mode == "deterministic" else []),
         ]  # fmt: skip
         self._name = args.model
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(600), limits=httpx.Limits(max_connections=None))

@@ -169,7 +169,24 @@ def streaming(walk: Walk) -> Callable[[], object]:
     return lambda: list(pieces)
 
 
-PATHS = [prefill, chunked_prefill, decode, mixed_batch, prefix_hit, preemption, every_token, streaming]
+def static_decode(walk: Walk) -> Callable[[], object]:
+    """Decode steps in static buffers; on a GPU what is captured for them."""
+    engine = walk.engine()
+    for index in range(3):
+        engine.add(ask(60, first=index))
+    engine.step()
+
+    def capture_and_step() -> None:
+        reason = engine.runner.capture(4, buckets=(4,))
+        if reason is not None:
+            pytest.skip(reason)
+        engine.step()
+        engine.step()
+
+    return capture_and_step
+
+
+PATHS = [prefill, chunked_prefill, decode, mixed_batch, prefix_hit, preemption, every_token, streaming, static_decode]
 
 
 @pytest.mark.parametrize("kind", ["absorbed", "unabsorbed", "deterministic"])
