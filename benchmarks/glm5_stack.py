@@ -6,11 +6,12 @@
 Weights are random and made where they stay: MLPs and experts NVFP4, attention and indexer BF16, as NVIDIA's GLM-5-NVFP4 has
 them; every layer is a mixture. The cache holds random rows in `fp8_ds_mla`. Up to 2,048 tokens of context GLM-5's sparse
 attention selects every token, so a step is dense by definition and only stores its index keys; longer contexts run the indexer
-and sparse attention. Every shape runs again without an indexer, also as a CUDA graph (`graph_ms`), which is what a step takes
-once its launches cost nothing; `--dense` runs only that.
+and sparse attention. `step_ms` is the runner's eager step as its caller sees it, `graph_ms` the same step of the same runner
+after `capture`, which replays CUDA graphs. Every shape runs again without an indexer; `--dense` runs only that.
 
 Floor of a step: every weight byte that it needs (routed experts: those that were chosen), the cache rows and index keys that it
-reads, over the bandwidth that a large copy reached on this machine (bytes read and written). File: glm5-stack.csv.
+reads, over the bandwidth that a large copy reached on this machine (bytes read and written). File: glm5-stack.csv, written anew
+after every row.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from glm5_weights import GLM_5, TINY, Maker, copy_rate, graphed, sync, timed, write
+from glm5_weights import GLM_5, TINY, Maker, copy_rate, sync, timed, write
 
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.latent.codec import encode_rows
 from uncast.models.config import ModelConfig
 from uncast.models.decoder import MLADecoder
 from uncast.models.experts import ExpertStack
-from uncast.models.layers import MoE, route
+from uncast.models.fused import choose_experts
+from uncast.models.layers import MoE
 from uncast.quant.packed import Fp8Blocks, Nvfp4
 
 SPARE_BYTES = 20 << 30
@@ -96,15 +98,15 @@ def chosen_experts(runner: ModelRunner, step: Callable[[], object]) -> float:
     counts: list[int] = []
 
     def counting(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, chosen = route(*args)
+        weights, chosen = choose_experts(*args)
         counts.append(chosen.unique().numel())
         return weights, chosen
 
-    module.route = counting
+    module.choose_experts = counting
     try:
         step()
     finally:
-        module.route = route
+        module.choose_experts = choose_experts
     return sum(counts) / len(counts)
 
 
@@ -140,47 +142,26 @@ def measure_steps(
     stack = len(model.layers) * (weight_bytes(layer) + experts * a_expert) + cache
     floor = 1e3 * (stack + model.lm_head.nbytes) / rate
     eager = timed(step, device, repeats)
+    why_not = runner.capture(batch, buckets=(batch,))
+    if why_not is not None:
+        print(f"{batch} x {context}: {why_not}", flush=True)
+    graph = None if why_not is not None else timed(step, device, repeats)
+    runner.decode_steps = None
     row: dict[str, object] = {
         "batch": batch, "context": context, "layers": len(model.layers),
         "attention": attention_words(config, context),
         "backend": runner.attention_backend, "step_ms": round(eager, 3),
-        "graph_ms": round(graph_time(runner, step), 3) if device == "cuda" and config.indexer is None else "",
+        "graph_ms": "" if graph is None else round(graph, 3),
         "floor_ms": round(floor, 3), "ms_a_layer": round(eager / len(model.layers), 4),
-        "graph_ms_a_layer": "", "floor_ms_a_layer": round(1e3 * stack / rate / len(model.layers), 4),
+        "graph_ms_a_layer": "" if graph is None else round(graph / len(model.layers), 4),
+        "floor_ms_a_layer": round(1e3 * stack / rate / len(model.layers), 4),
         "experts_read": round(experts, 1), "gb_a_step": round((stack + model.lm_head.nbytes) / 1e9, 3),
         "gb_s_of_copy": round(rate / 1e9),
     }  # fmt: skip
-    if row["graph_ms"] != "":
-        row["graph_ms_a_layer"] = round(float(str(row["graph_ms"])) / len(model.layers), 4)
     for sequence in sequences:
         runner.free(sequence)
     print(row, flush=True)
     return row
-
-
-def graph_time(runner: ModelRunner, step: Callable[[], object]) -> float:
-    """Milliseconds of one step's forward pass replayed as a CUDA graph, its attention planned once."""
-    decoder = runner._decoder
-    calls: list[Callable[[], object]] = []
-
-    class Keep:
-        """The decoder, taking note of how it is called."""
-
-        def __getattr__(self, name: str) -> Any:
-            method = getattr(decoder, name)
-
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                calls.append(lambda: method(*args, **kwargs))
-                return calls[-1]()
-
-            return noted if callable(method) else method
-
-    runner._decoder = Keep()  # type: ignore[assignment]
-    try:
-        step()
-    finally:
-        runner._decoder = decoder
-    return graphed(calls[0])
 
 
 def main() -> None:
@@ -204,14 +185,15 @@ def main() -> None:
     model = build(raw, layers, device, torch.float32 if args.tiny else torch.bfloat16)
     sync(device)
     made = time.perf_counter() - start
-    rows = []
+    rows: list[dict[str, object]] = []
     models = [model] if model.config.indexer is None else [model, without_indexer(model)]
     for variant in models:
         runner = ModelRunner(variant, kv_layout="fp8_ds_mla", num_pages=pages)
         print(f"{layers} layers made in {made:.1f} s, runner up after {time.perf_counter() - start:.1f} s", flush=True)
         fill_cache(runner)
-        rows += [measure_steps(runner, b, t, rate, device, 3 if args.tiny else 10) for b, t in shapes]
-    write(args.out / "glm5-stack.csv", rows, device)
+        for batch, context in shapes:
+            rows.append(measure_steps(runner, batch, context, rate, device, 3 if args.tiny else 10))
+            write(args.out / "glm5-stack.csv", rows, device)
 
 
 if __name__ == "__main__":

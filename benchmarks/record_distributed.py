@@ -6,9 +6,10 @@
 Rank 0 first runs the whole model by itself, then all ranks run their parts; each weight comes from a seed of its own, so that
 both are the same model. Dense attention, BF16 weights; times are with an `fp8_ds_mla` cache that is filled with random rows.
 
-DIR/distributed.csv has a row per step; distributed.json, for a BF16 and an FP8 cache, the differences of logits over the rows
+DIR/distributed.csv has a row per step; distributed.json, by weights' dtype and cache, the differences of logits over the rows
 of a prefill whose tokens went to the same experts in every layer, and how many rows did not (two experts are nearly tied there,
-and rounding decides).
+and rounding decides). On GPUs a smaller model of the same widths is compared in float16, too: its rounding is eight times finer
+than BF16's, so that a fault of the split would stand out of it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Load:
     context: int
 
 
+COMPARED = {**GLM5, "n_routed_experts": 32, "num_hidden_layers": 4, "vocab_size": 32768}
 LOADS = (Load(1, 4096), Load(16, 4096), Load(64, 4096), Load(0, 4096))
 TINY_LOADS = (Load(1, 64), Load(4, 64), Load(0, 128))
 
@@ -167,7 +169,7 @@ def timed(runner: ModelRunner, load: Load, vocab: int) -> float:
 def routes() -> Iterator[list[torch.Tensor]]:
     """The experts chosen by every mixture while it is open."""
     seen: list[torch.Tensor] = []
-    plain = model_layers.route
+    plain = model_layers.choose_experts
 
     def watched(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights, chosen = plain(*arguments)
@@ -175,10 +177,10 @@ def routes() -> Iterator[list[torch.Tensor]]:
         return weights, chosen
 
     for module in (model_layers, model_parallel):
-        module.route = watched  # type: ignore[attr-defined]
+        module.choose_experts = watched  # type: ignore[attr-defined]
     yield seen
     for module in (model_layers, model_parallel):
-        module.route = plain  # type: ignore[attr-defined]
+        module.choose_experts = plain  # type: ignore[attr-defined]
 
 
 def looked_at(runner: ModelRunner, tokens: int, vocab: int) -> dict[str, Any]:
@@ -218,32 +220,50 @@ Found = tuple[dict[str, dict[str, Any]], list[float]]
 """What was looked at, by layout, and milliseconds of each load."""
 
 
-def by_itself(model: MLADecoder, loads: tuple[Load, ...], pages: int, tokens: int) -> Found:
-    looked, times = {}, []
+@dataclass(frozen=True)
+class Run:
+    """A model and what is done with it: `tokens` of a prompt are compared, `loads` are timed."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    loads: tuple[Load, ...]
+    tokens: int
+
+    def pages(self, layout: str) -> int:
+        """Of a runner."""
+        if layout != TIMED or not self.loads:
+            return self.tokens
+        return sum(-(-(load.context + 32) // PAGE) * max(1, load.batch) for load in self.loads[-2:]) + 8
+
+
+def watched(runner: ModelRunner, run: Run, layout: str, looked: dict[str, dict[str, Any]]) -> list[float]:
+    """Notes what is looked at; times of the loads, if this is the layout for them."""
+    looked[layout] = looked_at(runner, run.tokens, run.config.vocab_size)
+    return [timed(runner, load, run.config.vocab_size) for load in run.loads] if layout == TIMED else []
+
+
+def by_itself(model: MLADecoder, run: Run) -> Found:
+    looked, times = dict[str, dict[str, Any]](), list[float]()
     for layout in LAYOUTS:
-        runner = ModelRunner(model, kv_layout=layout, num_pages=pages if layout == TIMED else tokens)
+        runner = ModelRunner(model, kv_layout=layout, num_pages=run.pages(layout))
         if layout == TIMED:
             fill(runner)
-        looked[layout] = looked_at(runner, tokens, model.config.vocab_size)
-        if layout == TIMED:
-            times = [timed(runner, load, model.config.vocab_size) for load in loads]
+        times += watched(runner, run, layout, looked)
     return looked, times
 
 
-def together(crew: Crew, model: MLADecoder, loads: tuple[Load, ...], pages: int, tokens: int) -> Found | None:
+def together(crew: Crew, model: MLADecoder, run: Run) -> Found | None:
     """The same on rank 0; None on a rank that follows."""
-    looked, times = {}, []
+    looked, times = dict[str, dict[str, Any]](), list[float]()
     for layout in LAYOUTS:
         if layout != LAYOUTS[0]:
             crew = Crew(crew.parallel, model.device)
-        count = pages if layout == TIMED else tokens
+        count = run.pages(layout)
         runner = make_runner(model, crew, lambda count=count: count, kv_layout=layout)  # type: ignore[misc]
         if layout == TIMED:
             fill(runner)
         if crew.leads:
-            looked[layout] = looked_at(runner, tokens, model.config.vocab_size)
-            if layout == TIMED:
-                times = [timed(runner, load, model.config.vocab_size) for load in loads]
+            times += watched(runner, run, layout, looked)
         else:
             follow(runner, crew)
         crew.close()
@@ -257,41 +277,46 @@ def main() -> None:
     args = parser.parse_args()
     crew = join_crew(300.0)
     assert crew is not None, "start it with torchrun"
+    args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.float32 if args.tiny else torch.bfloat16
     config, loads = ModelConfig.from_hf(TINY if args.tiny else GLM5), TINY_LOADS if args.tiny else LOADS
-    pages = sum(-(-(load.context + 32) // PAGE) * max(1, load.batch) for load in loads[-2:]) + 8
-    tokens, alone, began = (64 if args.tiny else 512), None, time.perf_counter()
-    if crew.leads:
-        model = build(config, device, dtype, None)
-        print(f"whole model made in {time.perf_counter() - began:.1f} s", flush=True)
-        alone = by_itself(model, loads, pages, tokens)
-        print(f"one, ms: {[round(ms, 3) for ms in alone[1]]} after {time.perf_counter() - began:.1f} s", flush=True)
+    runs = [Run(config, dtype, loads, 64 if args.tiny else 512)]
+    if not args.tiny:
+        runs.append(Run(ModelConfig.from_hf(COMPARED), torch.float16, (), 512))
+    began, alone = time.perf_counter(), list[Found]()
+    for run in runs if crew.leads else ():
+        model = build(run.config, device, run.dtype, None)
+        print(f"whole model made after {time.perf_counter() - began:.1f} s", flush=True)
+        alone.append(by_itself(model, run))
+        print(f"one, ms: {[round(ms, 3) for ms in alone[-1][1]]} after {time.perf_counter() - began:.1f} s", flush=True)
         del model
         gc.collect()
-        torch.cuda.empty_cache()
-    else:  # compile this rank's kernels meanwhile
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if not crew.leads:  # compile this rank's kernels meanwhile
         part = replace(config, num_heads=config.num_heads // crew.parallel.world, num_layers=1, mlp_kinds=("dense",))
-        by_itself(build(part, device, dtype, None), loads, pages, tokens)
+        by_itself(build(part, device, dtype, None), replace(runs[0], config=part))
     crew.wait_ready()
-    shared = together(crew, build(config, device, dtype, crew.parallel), loads, pages, tokens)
-    if alone is not None and shared is not None:
+    parallel, facts = crew.parallel, dict[str, Any]()
+    for number, run in enumerate(runs):
+        crew = Crew(parallel, device) if number else crew
+        shared = together(crew, build(run.config, device, run.dtype, parallel), run)
+        if shared is None:
+            continue
         print(f"shared, ms: {[round(ms, 3) for ms in shared[1]]} after {time.perf_counter() - began:.1f} s", flush=True)
-        record(args.out, config, loads, crew.parallel.world, alone, shared)
+        for layout in LAYOUTS:
+            name = f"{str(run.dtype).removeprefix('torch.')} weights, {layout} cache"
+            facts[name] = compare(alone[number][0][layout], shared[0][layout])
+            print(name, json.dumps(facts[name]), flush=True)
+        (args.out / "distributed.json").write_text(json.dumps(facts, indent=1) + "\n")
+        if run.loads:
+            record(args.out, run, parallel.world, alone[number][1], shared[1])
     dist.destroy_process_group()
 
 
-def record(
-    out: Path,
-    config: ModelConfig,
-    loads: tuple[Load, ...],
-    world: int,
-    alone: Found,
-    shared: Found,
-) -> None:
-    facts = {layout: compare(alone[0][layout], shared[0][layout]) for layout in LAYOUTS}
-    print(json.dumps(facts), flush=True)
-    (out / "distributed.json").write_text(json.dumps(facts, indent=1) + "\n")
+def record(out: Path, run: Run, world: int, alone: list[float], shared: list[float]) -> None:
+    config = run.config
     rows = [
         {
             "model": f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads",
@@ -303,7 +328,7 @@ def record(
             "device": device_name(),
             "versions": versions(),
         }
-        for load, one, two in zip(loads, alone[1], shared[1], strict=True)
+        for load, one, two in zip(run.loads, alone, shared, strict=True)
     ]
     with (out / "distributed.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
