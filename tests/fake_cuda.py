@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -201,10 +201,9 @@ class _Dispatch(TorchDispatchMode):
             self.gpu.sync(f"{name} between {' and '.join(sorted(devices))}")
             self.gpu.launches.append(Launch("copy", name))
             return
-        if name == "to" and made and made[0].is_cuda and all(made[0] is not x for x in tensors):
-            self.gpu.launches.append(Launch("aten", "to"))
-            return
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        held = {x.untyped_storage()._cdata for x in tensors}
+        is_view = is_view and all(x.untyped_storage()._cdata in held for x in made)  # `reshape` and `to` may copy
         if is_view or name in _FREE or name.startswith("prim") or (made and all(x.numel() == 0 for x in made)):
             return
         if any(x.dtype == torch.float8_e4m3fn for x in tensors) and name in _NO_FP8:
@@ -366,6 +365,7 @@ def fake_cuda(arch: int = 90, sms: int = 132, memory: int = 141 << 30) -> Iterat
     with ExitStack() as stack:
         for name, value in there.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         stack.enter_context(mock.patch.object(torch.backends.cudnn, "version", lambda: 91_000))
         for target in _jit_functions():
             stack.enter_context(mock.patch.object(target, "run", _as_method(gpu)))

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from uncast.kernels import few_tokens_moe as moe
-from uncast.kernels import norm_rope, router
+from uncast.kernels import moe_rows, norm_rope, router
 from uncast.kernels.index_write import write_keys
 from uncast.latent.index_keys import index_layout, load_keys, store_keys
 from uncast.models.config import MoEConfig
@@ -125,6 +125,28 @@ def few_tokens(
     assert torch.equal(alone[0], got[-1]), "a token's bits depend on no other"
 
 
+def rows(device: str, dtype: torch.dtype) -> None:
+    """Three tokens of two slots over four experts, of which expert 4 is not here."""
+    torch.manual_seed(3)
+    x, chosen = torch.randn(3, 40, device=device).to(dtype), torch.tensor([[1, 4], [0, 1], [4, 3]], device=device)
+    pairs, ends = router.sort(chosen, 4)
+    assert torch.equal(moe_rows.spread(x, pairs, 2), x[pairs // 2])
+    made, weights = torch.randn(6, 40, device=device).to(dtype), torch.rand(6, device=device)
+    made[int(ends[-1]) :] = float("nan")
+    expected = torch.zeros_like(made)
+    for place, pair in enumerate(pairs.tolist()):
+        if place < int(ends[-1]):
+            expected[pair] = made[place].float() * weights[pair]
+    got = moe_rows.collect(made, pairs, ends, weights)
+    close(got, expected, ULPS[dtype])
+    more = torch.randn(3, 40, device=device).to(dtype)
+    close(
+        moe_rows.sum_parts(got.view(3, 2, 40), 1, torch.float32, more), got.view(3, 2, 40).float().sum(1) + more, 1e-5
+    )
+    parts = torch.randn(4, 3, 1500, device=device)
+    close(moe_rows.sum_parts(parts, 0, torch.float32), parts.sum(0), 1e-5)
+
+
 def _gated(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     gate, up = (x.double() @ gate_up.double().T).chunk(2, dim=-1)
     return (F.silu(gate) * up) @ down.double().T
@@ -163,6 +185,7 @@ def main(device: str = "cpu") -> None:
         for interleaved in (True, False):
             latents(device, 48, 128, 16, interleaved, dtype)
         latents(device, 0, 96, 12, True, dtype)
+        rows(device, dtype)
     routes(device, config(64, 4), 2)
     routes(device, config(8, 2, "sigmoid", 4, 2), 5)
     routes(device, config(60, 6, "softmax", 3, 2), 3)

@@ -42,6 +42,7 @@ from uncast.kernels import (
     wgmma_sparse_launch,
 )
 from uncast.kernels.cache_write import cache_write_kernel
+from uncast.kernels.decoder_variants import decoder_variants
 from uncast.kernels.extend_variants import extend_variants
 from uncast.kernels.mma_decode import mma_decode_kernel
 from uncast.kernels.mma_sparse import mma_sparse_kernel
@@ -316,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chips = {int(c) for c in args.chips.split(",")} if args.chips else set(CHIPS)
     reports = []
-    for variant in (*variants(), *extend_variants(), *packed_variants(), *sparse_variants()):
+    for variant in (*variants(), *extend_variants(), *packed_variants(), *sparse_variants(), *decoder_variants()):
         for chip in variant.chips:
             if args.only in variant.name and chip in chips:
                 report = compile_variant(variant, chip)

@@ -11,8 +11,9 @@ import torch
 import triton
 from torch.nn import functional as F
 
+from uncast.kernels import moe_rows, router
 from uncast.kernels import packed_matmul as kernel
-from uncast.kernels import router
+from uncast.kernels.norm_rope import silu_mul
 from uncast.quant.packed import Fp8Blocks, Nvfp4, Packed, Weight
 
 _SPLIT_PROGRAMS = 256
@@ -50,8 +51,9 @@ def moe(
     gate_up: Weight,
     down: Weight,
     dtype: torch.dtype | None = None,
+    more: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum_k weights[n, k] * down[e] (silu(gate[e] x[n]) * (up[e] x[n])), e = chosen[n, k].
+    """sum_k weights[n, k] * down[e] (silu(gate[e] x[n]) * (up[e] x[n])), e = chosen[n, k], plus more [n, hidden].
 
     Returns [n, hidden] in `dtype` (x's if None).
 
@@ -62,7 +64,8 @@ def moe(
     """
     routing = sort_pairs(weights, chosen, gate_up.shape[0])
     act = _gated(x, gate_up, down, routing)
-    return _weighted(act, down, routing).view(*chosen.shape, -1).sum(1, dtype=torch.float32).to(dtype or x.dtype)
+    rows = _weighted(act, down, routing).view(*chosen.shape, -1)
+    return moe_rows.sum_parts(rows, 1, dtype or x.dtype, more)
 
 
 def in_planes(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -86,8 +89,8 @@ def _format(weight: Packed) -> int:
 def _gated(x: torch.Tensor, gate_up: Weight, down: Weight, routing: Routing) -> torch.Tensor:
     """[pairs, intermediate] in sorted order, in the planes of `down`."""
     if isinstance(gate_up, torch.Tensor):
-        gate, up = _grouped_mm(x[routing.pairs // routing.top_k], gate_up, routing.ends).chunk(2, dim=-1)
-        return in_planes(F.silu(gate) * up, down)
+        both = _grouped_mm(moe_rows.spread(x, routing.pairs, routing.top_k), gate_up, routing.ends)
+        return in_planes(silu_mul(both), down)
     out = x.new_empty(routing.pairs.shape[0], gate_up.shape[-2] // 2)
     launch(in_planes(x, gate_up), gate_up, out, routing, gated=True, out_planes=_planes(down))
     return out
@@ -96,11 +99,7 @@ def _gated(x: torch.Tensor, gate_up: Weight, down: Weight, routing: Routing) -> 
 def _weighted(act: torch.Tensor, down: Weight, routing: Routing) -> torch.Tensor:
     """[pairs, hidden] by pair, each row times its weight; 0 for experts that are not here."""
     if isinstance(down, torch.Tensor):
-        here = torch.arange(act.shape[0], device=act.device) < routing.ends[-1]
-        rows = torch.where(here[:, None], _grouped_mm(act, down, routing.ends), 0.0)  # rows of no group hold anything
-        return torch.empty_like(rows).index_copy_(
-            0, routing.pairs, rows * routing.weights[routing.pairs, None].to(rows.dtype)
-        )
+        return moe_rows.collect(_grouped_mm(act, down, routing.ends), routing.pairs, routing.ends, routing.weights)
     out = act.new_zeros(routing.pairs.shape[0], down.shape[-2])
     launch(act, down, out, routing, scatter=True)
     return out
@@ -127,7 +126,7 @@ def packed_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
         return out
     parts = torch.empty(splits, x.shape[0], rows, dtype=torch.float32, device=x.device)
     launch(x, weight, parts, None, splits=splits)
-    return parts.sum(0).to(x.dtype)
+    return moe_rows.sum_parts(parts, 0, x.dtype)
 
 
 def launch(
