@@ -3,9 +3,10 @@
 #
 #   benchmarks/gpu_acceptance.sh OUT [check] [attention] [probe]        # no stage named: all three
 #
-# OUT gets the CSVs, the probe's JSON and every log. Wanted beside torch and triton: pytest, pytest-xdist, allpairspy and msgspec; flashinfer-python and
-# sgl-flash-mla for the peers' rows (rows of what is missing are refusals). compute-sanitizer comes with the CUDA toolkit.
-# CHECK_S, ATTENTION_S and PROBE_S bound the stages in seconds. Exit status 1 if a check failed.
+# OUT gets attention.csv, founding.csv and probe.json as they come, and logs.tgz after every stage. Wanted beside torch and triton:
+# pytest, pytest-xdist, allpairspy and msgspec; flashinfer-python and sgl-flash-mla for the peers' rows (rows of what is missing are
+# refusals). compute-sanitizer comes with the CUDA toolkit. CHECK_S, ATTENTION_S and PROBE_S bound the stages in seconds. Exit
+# status 1 if a check failed.
 set -u
 out=${1:?"usage: benchmarks/gpu_acceptance.sh OUT [check] [attention] [probe]"}
 shift
@@ -14,6 +15,7 @@ for stage in $stages; do
   case $stage in check | attention | probe) ;; *) echo "stage $stage is not known: allowed are check, attention and probe" >&2; exit 2 ;; esac
 done
 mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+logs=$(mktemp -d)
 cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
 export FLASHINFER_DISABLE_VERSION_CHECK=1 MAX_JOBS=${MAX_JOBS:-4}
@@ -32,35 +34,35 @@ build_peers() { # FlashInfer compiles a module per dtype on first use: before th
 check() {
   local limit=${CHECK_S:-170} pids="" seed kind pid
   timeout -k 1 "$limit" bash -c "$(declare -f pytest_gpu); pytest_gpu tests/kernels tests/backends tests/quant tests/models tests/integrations -n 8" \
-    > "$out/suite.log" 2>&1 &
+    > "$logs/suite.log" 2>&1 &
   pids="$!"
   for seed in 1 2 3 4 5; do
     kind=native && [ $seed -gt 3 ] && kind=native_mma
-    timeout -k 1 "$limit" python3 -m tests.kernels.sweep --cases 500 --seconds $((limit - 20)) --seed $seed --backend $kind > "$out/sweep$seed.log" 2>&1 &
+    timeout -k 1 "$limit" python3 -m tests.kernels.sweep --cases 500 --seconds $((limit - 20)) --seed $seed --backend $kind > "$logs/sweep$seed.log" 2>&1 &
     pids="$pids $!"
   done
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 1 "$limit" compute-sanitizer --tool memcheck --error-exitcode 7 python3 -m pytest -o addopts="" -p no:cacheprovider \
-    -v tests/backends/test_native_gpu.py -k "small and 64 and native" > "$out/memcheck.log" 2>&1 &
+    -v tests/backends/test_native_gpu.py -k "small and 64 and native" > "$logs/memcheck.log" 2>&1 &
   pids="$pids $!"
   case " $stages " in *" attention "* | *" probe "*) build_peers & pids="$pids $!" ;; esac
   for pid in $pids; do wait "$pid" || failed=1; done
-  say "suite: $(tail -1 "$out/suite.log")"
-  grep -hE "^(FAILED|ERROR) " "$out/suite.log" | cut -c1-240 | head -20
-  tail -qn 1 "$out"/sweep?.log | cut -c1-200
-  grep -h "^case" "$out"/sweep?.log | cut -c1-300 | head -6
-  grep -hE "PASSED|FAILED|ERROR SUMMARY" "$out/memcheck.log" | cut -c1-120
+  say "suite: $(tail -1 "$logs/suite.log")"
+  grep -hE "^(FAILED|ERROR) " "$logs/suite.log" | cut -c1-240 | head -20
+  tail -qn 1 "$logs"/sweep?.log | cut -c1-200
+  grep -h "^case" "$logs"/sweep?.log | cut -c1-300 | head -6
+  grep -hE "PASSED|FAILED|ERROR SUMMARY" "$logs/memcheck.log" | cut -c1-120
   say "check: $([ $failed = 0 ] && echo passed || echo FAILED)"
 }
 
 attention() {
   case " $stages " in *" check "*) ;; *) build_peers ;; esac
-  timeout "${ATTENTION_S:-120}" python3 -m uncast bench attention --csv "$out/attention.csv" > "$out/attention.log" 2> "$out/attention.err" || failed=1
-  grep -E "native" "$out/attention.log" | cut -c1-120
+  timeout "${ATTENTION_S:-120}" python3 -m uncast bench attention --csv "$out/attention.csv" > "$logs/attention.log" 2> "$logs/attention.err" || failed=1
+  grep -E "native" "$logs/attention.log" | cut -c1-120
   timeout 60 python3 -m uncast bench founding --csv "$out/founding.csv" || failed=1
 }
 
 probe() {
-  timeout "${PROBE_S:-270}" python3 -m uncast probe --json > "$out/probe.json" 2> "$out/probe.err" || failed=1
+  timeout "${PROBE_S:-270}" python3 -m uncast probe --json > "$out/probe.json" 2> "$logs/probe.err" || failed=1
   python3 - "$out/probe.json" <<'P' || failed=1
 import collections, json, sys
 rows = json.load(open(sys.argv[1]))["rows"]
@@ -68,14 +70,15 @@ count = collections.Counter((row["backend"], row["kv_layout"], row["status"]) fo
 for key, number in sorted(count.items()):
     print(*key, number)
 P
-  timeout -k 1 120 bash -c "$(declare -f pytest_gpu); pytest_gpu tests/verify" > "$out/verify.log" 2>&1 || failed=1
-  say "verify: $(tail -1 "$out/verify.log")"
-  grep -hE "^(FAILED|ERROR) |^E  " "$out/verify.log" | cut -c1-240 | head -8
+  timeout -k 1 120 bash -c "$(declare -f pytest_gpu); pytest_gpu tests/verify" > "$logs/verify.log" 2>&1 || failed=1
+  say "verify: $(tail -1 "$logs/verify.log")"
+  grep -hE "^(FAILED|ERROR) |^E  " "$logs/verify.log" | cut -c1-240 | head -8
 }
 
 for stage in $stages; do
   say "$stage"
   $stage
+  tar czf "$out/logs.tgz" -C "$logs" .
 done
-say "done, logs in $out"
+say "done, logs in $out/logs.tgz"
 exit $failed
