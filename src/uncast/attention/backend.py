@@ -136,3 +136,29 @@ class Backend(ABC):
     def bytes_written(self, problem: Problem) -> int:
         """Bytes of copies of the cache one `run` of `problem` writes; 0 for a backend that reads it as stored."""
         return 0
+
+
+class RopeWriter(Backend):
+    """A backend that on a GPU rotates as it writes."""
+
+    @abstractmethod
+    def rope_write(
+        self,
+        ckv: torch.Tensor,
+        kpe: torch.Tensor,
+        q_pe: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        interleaved: bool,
+        kv_layout: str,
+        ckv_scale: Scale,
+        kpe_scale: Scale,
+        counters: torch.Tensor | None,
+    ) -> None:
+        """`write` of a kpe that is not rotated yet, and q_pe [n, heads, head_dim_kpe] rotated in place.
+
+        angles: cos and sin, contiguous fp32 [n, head_dim_kpe / 2]; interleaved: channels (0, 1), (2, 3), ... turn together,
+        otherwise (0, head_dim_kpe / 2), ... The results are those of rotating in fp32 and rounding before anything else.
+        """

@@ -86,6 +86,23 @@ def check_write(
             raise ProblemError(f"counters is {counters.dtype} {list(counters.shape)}: it must be contiguous int64 [3]")
 
 
+def check_rope(problem: Problem, q_pe: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], rows: int) -> None:
+    """Raises `ProblemError` if the queries and angles of `MLAPagedAttention.rope_write` do not fit `rows` rows of the plan."""
+    spec, device = problem.spec, problem.qo_indptr.device
+    _check_tensor("q_pe", q_pe, device)
+    if q_pe.dim() != 3 or tuple(q_pe.shape) != (rows, spec.num_heads, spec.head_dim_kpe) or q_pe.stride(-1) != 1:
+        raise ProblemError(
+            f"q_pe is {list(q_pe.shape)}: the plan is for [{rows}, {spec.num_heads}, {spec.head_dim_kpe}], channels contiguous"
+        )
+    for name, part in zip(("cos", "sin"), angles, strict=True):
+        _check_tensor(name, part, device)
+        wanted = (rows, spec.head_dim_kpe // 2)
+        if tuple(part.shape) != wanted or part.dtype != torch.float32 or not part.is_contiguous():
+            raise ProblemError(
+                f"{name} is {part.dtype} {list(part.shape)}: contiguous torch.float32 {list(wanted)} is needed"
+            )
+
+
 def _check_indices(problem: Problem, indices: torch.Tensor | None) -> None:
     topk = problem.spec.topk
     if indices is None or topk == 0:

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 
-from uncast.attention.backend import Backend
+from uncast.attention.backend import Backend, RopeWriter
 from uncast.attention.contents import check_contents, check_indices, check_slots
 from uncast.attention.metadata import normalise
-from uncast.attention.operands import check_run, check_write
+from uncast.attention.operands import check_rope, check_run, check_write
 from uncast.attention.plan import AttentionPlan
 from uncast.attention.problem import Problem, ProblemError, ProblemSpec
 from uncast.attention.select import Refused, Selector
@@ -215,6 +215,43 @@ class MLAPagedAttention:
                 check_slots(slot_mapping, cache.shape[0] * cache.shape[1])
             impl.write(
                 ckv, kpe, cache, slot_mapping.contiguous(),
+                kv_layout=plan.problem.spec.kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
+            )  # fmt: skip
+
+    @property
+    def fuses_rope(self) -> bool:
+        """Whether the planned backend has `rope_write`: on a GPU, with the project's own writer."""
+        return isinstance(self._impl, RopeWriter) and self.problem.spec.device == "cuda"
+
+    def rope_write(
+        self,
+        ckv: torch.Tensor,
+        kpe: torch.Tensor,
+        q_pe: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        interleaved: bool,
+        ckv_scale: Scale = None,
+        kpe_scale: Scale = None,
+        counters: torch.Tensor | None = None,
+    ) -> None:
+        """Rotates new keys and stores their rows, and rotates the queries in place; see `RopeWriter.rope_write`.
+
+        Raises:
+            ProblemError: as `write`; or the planned backend does not do it, see `fuses_rope`.
+        """
+        with self._lock:
+            plan, impl = self._current("rope_write")
+            if not isinstance(impl, RopeWriter) or not self.fuses_rope:
+                raise ProblemError(f"{impl.name} does not rotate as it writes: rotate first and call write()")
+            check_write(plan.problem, ckv, kpe, cache, slot_mapping, counters)
+            check_rope(plan.problem, q_pe, angles, slot_mapping.shape[0])
+            if plan.validate:
+                check_slots(slot_mapping, cache.shape[0] * cache.shape[1])
+            impl.rope_write(
+                ckv, kpe, q_pe, angles, cache, slot_mapping.contiguous(), interleaved=interleaved,
                 kv_layout=plan.problem.spec.kv_layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
             )  # fmt: skip
 

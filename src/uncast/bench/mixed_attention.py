@@ -61,6 +61,11 @@ class MixedAttention(MLAPagedAttention):
         """None, so that every layer goes absorbed, through `write` and `run`."""
         return None
 
+    @property
+    def fuses_rope(self) -> bool:
+        """False, so that every row comes by `write`, rotated."""
+        return False
+
     def plan(self, *args: Any, **options: Any) -> AttentionPlan:
         self._layer = -1
         for name, attention in self._others.items():
