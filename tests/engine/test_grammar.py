@@ -95,6 +95,33 @@ def test_random_schemas_are_followed(model: MLADecoder, tokenizer: Tokenizer, co
     assert complete >= 18
 
 
+def test_one_of_where_the_alternatives_exclude_each_other(
+    model: MLADecoder, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """By their types, or by what one property must be; with `discriminator`, as pydantic's unions have it, by reference, too.
+    Each answer fits exactly one."""
+
+    def kind(name: str, value: dict[str, Any]) -> dict[str, Any]:
+        fields = {"kind": {"const": name}, "value": value}
+        return {"type": "object", "properties": fields, "required": ["kind", "value"], "additionalProperties": False}
+
+    named = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "discriminator": {"propertyName": "kind"}}
+    schema = {
+        "oneOf": [
+            {"type": "array", "items": named, "minItems": 1, "maxItems": 1},
+            kind("c", {"type": "null"}),
+            {"type": "null"},
+        ],
+        "$defs": {"a": kind("a", {"type": "integer", "minimum": 0, "maximum": 9}), "b": kind("b", {"type": "boolean"})},
+    }
+    grammar = compiler.compile(grammars.json_grammar(schema))
+    outputs = run_all(make_engine(model, tokenizer, pages=300), [request(grammar, index) for index in range(12)])
+    answers = [json.loads(text_of(got)) for got in outputs.values() if got[-1].finish_reason == "stop"]
+    for answer in answers:
+        jsonschema.validate(answer, schema)
+    assert len(answers) >= 10 and {type(answer) for answer in answers} >= {list, dict}
+
+
 def test_preemption_prefixes_and_neighbours_change_no_text(
     model: MLADecoder, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
@@ -170,6 +197,17 @@ for _ in range(100_000):
     [
         (grammars.json_grammar({"type": "strin"}), "strin"),
         (grammars.json_grammar({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (grammars.json_grammar({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "use anyOf"),
+        (
+            grammars.json_grammar({"items": {"oneOf": [{"enum": [1]}, {"enum": [2]}]}}),
+            "by a property that each requires",
+        ),
+        (
+            grammars.json_grammar(
+                {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"type": "string"}}}
+            ),
+            "named as discriminator",
+        ),
         (grammars.json_grammar({"$ref": "http://example.com/schema"}), "example.com"),
         (grammars.json_grammar({"$ref": "#/nowhere"}), "nowhere"),
         (grammars.json_grammar({"type": "object", "properties": {"a": False}, "required": ["a"]}), "nsatisfiable"),

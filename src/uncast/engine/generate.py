@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.grammar import Grammar
 from uncast.engine.request import GenerationError, Request
 from uncast.engine.runner import ModelRunner, StepBytes
 from uncast.engine.sampler import SamplingParams
@@ -59,18 +60,21 @@ def stream(
     stop: Seq[str] = (),
     result: Generation,
     speculate: int | None = 0,
+    grammar: Grammar | None = None,
+    shown_special: Seq[str] = (),
 ) -> Iterator[str]:
     """Yields text as it becomes final and fills `result`; the pages are given back at the end, also when closed early.
 
     Raises:
         RequestError: the request is malformed or longer than the model or the pool allows.
-        GenerationError: the model's logits are not finite; raised after the text until then.
+        GenerationError: the model's logits are not finite, or the grammar cannot be followed any further; raised after the text
+            until then.
     """
     limits = EngineConfig(
         max_running=1, max_waiting=1, max_step_tokens=PREFILL_CHUNK, prefix_cache=False, speculate=speculate
     )
     engine = Engine(runner, tokenizer, limits)
-    request = Request(prompt, params, max_tokens, stop)
+    request = Request(prompt, params, max_tokens, stop, grammar=grammar, shown_special=shown_special)
     engine.add(request)
     began, first = time.perf_counter(), True
     try:

@@ -36,8 +36,16 @@ _STACK_BYTES = 64 << 20
 """Of a compiling thread; untouched pages cost nothing. More than `grammar_check` gets by with."""
 INSTALL_HINT = "pip install 'uncast[grammar]'"
 _CACHED = 64
-_JSON_OPTIONS = {"whitespace_pattern": r"\n?[ \t]{0,20}"}
-"""Room for indentation; without a bound a small model can go on with blanks until its length is used up."""
+_JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,20})?"}
+"""One blank, or a new line and its indentation: without a bound a small model can go on with blanks until its length is used
+up."""
+
+
+ONE_OF = (
+    "the alternatives of oneOf must exclude each other by their types or by a property that each requires with its own const "
+    "or enum, named as discriminator if they are given by $ref; where several may fit, use anyOf"
+)
+"""llguidance proves that much and then takes oneOf as anyOf, which is exact; its option to take any oneOf so is not used."""
 
 
 class GrammarError(ValueError):
@@ -234,6 +242,12 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return grammar
 
+    def close(self) -> None:
+        """Ends the other process; it starts again when it is needed."""
+        with self._checking:
+            if self._checker is not None:
+                self._checker.close()
+
     def _check(self, text: str) -> None:
         """Compiles in another process, which may end of it."""
         self._tokens()
@@ -246,7 +260,7 @@ class GrammarCompiler:
                 f"it is too complex: not compiled within {MAX_SECONDS} s and the memory there is"
             ) from None
         if fault:
-            raise GrammarError(one_line(fault))
+            raise GrammarError(ONE_OF if "coerce_one_of" in fault else one_line(fault))
 
     def _matcher(self, text: str) -> LLMatcher:
         """Compiles, in a thread with a large stack, what has been checked."""
