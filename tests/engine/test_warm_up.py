@@ -81,7 +81,9 @@ def test_dense_paths(model: MLADecoder, every: bool, monkeypatch: pytest.MonkeyP
     assert any(1 < q < kv for q, kv, _, _ in spy.seen), "over a prefix"
     decoded = {requests for q, _, requests, _ in spy.seen if q == 1}
     assert {1, 4} <= decoded and (5 in decoded) == every, "on a CPU no code depends on the batch"
-    assert any(q == 3 and requests == 2 for q, _, requests, _ in spy.seen), "beside a request that decodes"
+    beside = 39 if every else 3
+    assert any(q == beside and requests == 2 for q, _, requests, _ in spy.seen), "beside a request that decodes"
+    assert any(q > 3 and requests == 5 for q, _, requests, _ in spy.seen) == every, "beside many"
     assert any(kv == 640 for _, kv, _, _ in spy.seen) == every, "the longest context"
     assert engine.runner.counters.tolist() == [3, 2, 1]
 
@@ -106,6 +108,33 @@ def test_draft_paths(model: MLADecoder, count: int | None, monkeypatch: pytest.M
         verified = {requests for q, _, requests, _ in spy.seen if q == drafts + 1}
         assert {1, 4} <= verified, f"{drafts} drafts alone and in a batch"
         assert drafts + 1 in spy.probed
+
+
+@pytest.mark.parametrize(("count", "deterministic"), [(0, False), (0, True), (2, False), (2, True)])
+def test_every_static_step_runs(
+    model: MLADecoder, count: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU they are called, on a GPU replayed; a warm-up on a GPU makes them itself."""
+    engine = engine_of(model, drafts=count > 0, count=count, deterministic=deterministic)
+    before = engine.stats()
+    assert engine.runner.capture(5, drafts=[count], buckets=(1, 2, 3)) is None
+    ran: dict[int, set[int]] = {}
+    steps = engine.runner.decode_steps
+    assert steps is not None
+    static = {1: steps.decode, **{drafts + 1: step for drafts, step in steps.verify.items()}}
+    for queries, step in static.items():
+
+        def record(requests: Any, *rest: Any, run: Any = step.run, queries: int = queries) -> Any:
+            ran.setdefault(queries, set()).add(len(requests))
+            return run(requests, *rest)
+
+        monkeypatch.setattr(step, "run", record)
+    warm_up(engine, every_size=True)
+    check_untouched(engine, before)
+    for queries, step in static.items():
+        wanted = {1, 2, 4, 5} if deterministic else set(step.sizes)
+        assert wanted <= ran[queries], f"{queries} queries of a request"
+    assert (engine.runner.hidden != []) == (count > 0)
 
 
 def test_deterministic_tiles(model: MLADecoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +166,13 @@ def test_a_pool_with_room_for_hardly_anything(model: MLADecoder, pages: int, pag
     for every in (False, True):
         warm_up(engine, every_size=every)
         check_untouched(engine, before)
+
+
+def test_one_request_at_a_time(model: MLADecoder) -> None:
+    engine = engine_of(model, running=1)
+    before = engine.stats()
+    warm_up(engine, every_size=True)
+    check_untouched(engine, before)
 
 
 def test_after_it_the_engine_serves_what_it_serves_without(model: MLADecoder) -> None:

@@ -191,8 +191,10 @@ def _run(args: argparse.Namespace, clock: StartClock) -> int:
         engine = Engine(team.runner(), tokenizer, limits)
         clock.kernels = _kernel_counts()
         clock.mark("probe")
-        warm_up(engine)
+        note = warm_up(engine).note
         clock.mark("warm_up")
+        if note is not None:
+            _say(f"note: {note}")
         if engine.speculation is not None:
             engine.speculation.say = _say
         return AsyncEngine(engine)

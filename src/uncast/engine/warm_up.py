@@ -1,6 +1,7 @@
 """Warm-up: every path that a request can take is run once before anyone sends one.
 
     probe      attention of the largest chunk, of one query, of a verified draft: against the oracle, on a small batch
+    capture    decode and verify steps as CUDA graphs
     prefill    chunks by themselves, over a prefix, over cached pages, of many requests in one step
     decode     alone, in batches of every size that is compiled or captured for itself, beside a chunk, sampled
     long       one query and one chunk at the end of the longest context, where attention and indexer need the most memory
@@ -25,11 +26,16 @@ from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.request import NOT_FINITE, GenerationError, Request, SamplingParams
 from uncast.engine.runner import RunnerError, Sequence
 from uncast.engine.speculation import AUTO_COUNTS
+from uncast.engine.static_step import StaticStep
 
 SHORT = 3
 """Tokens of a short chunk."""
 CPU_BATCH = 4
 """Requests of a large batch where no code depends on how many there are."""
+SAMPLED = {
+    "device": SamplingParams(1.0, 20, 0.9, 0.01, seed=0),
+    "host": SamplingParams(1.0, 20, 0.9, 0.01, seed=0, repetition_penalty=1.1, logprobs=1),
+}
 _SENTENCES = (GenerationError, ProblemError, Refused, RunnerError)
 
 
@@ -44,10 +50,12 @@ class WarmUp:
     Attributes:
         probes: numbers of queries that attention was probed with.
         steps: forward steps.
+        note: why decode steps of this engine are not CUDA graphs, where a GPU could have them; else None.
     """
 
     probes: int = 0
     steps: int = 0
+    note: str | None = None
 
 
 def warm_up(engine: Engine, *, every_size: bool | None = None) -> WarmUp:
@@ -109,6 +117,9 @@ class _Paths:
             with _path(f"attention of up to {queries} queries"):
                 self.runner.probe(queries)
                 self.done.probes += 1
+        if self.runner.model.device.type == "cuda":
+            with _path("decode steps as CUDA graphs"):
+                self.done.note = self.runner.capture(self.config.max_running, drafts=counts)
         if self._longest > 1:
             with self._scratch() as scratch:
                 self._prefill(scratch)
@@ -151,16 +162,25 @@ class _Paths:
                 self._finish(scratch, [self._request(SHORT) for _ in range(many)])
 
     def _decode(self, scratch: Engine) -> None:
-        for size in sizes(self._batch, every=self._every):
+        steps = self.runner.decode_steps
+        for size in self._batches(None if steps is None else steps.decode):
             with _path(f"decode of {size} requests"):
-                self._finish(scratch, [self._request(1) for _ in range(size)])
-        with _path("a prompt beside a request that decodes"):
-            scratch.add(self._request(1, max_tokens=3))
-            self._step(scratch)
-            self._finish(scratch, [self._request(SHORT)])
-        with _path("a sampled token"):
-            params = SamplingParams(1.0, 20, 0.9, 0.01, seed=0, repetition_penalty=1.1, logprobs=1)
-            self._finish(scratch, [replace(self._request(1), params=params)])
+                self._finish(scratch, [self._request(1, max_tokens=4) for _ in range(size)])
+        beside = min(self._batch, self.config.max_running - 1)
+        for size in sorted({min(1, beside), beside if self._every else 0} - {0}):
+            with _path(f"a prompt beside {size} requests that decode"):
+                for _ in range(size):
+                    scratch.add(self._request(1, max_tokens=3))
+                self._step(scratch)
+                self._finish(scratch, [self._request(self._chunk if self._every else SHORT)])
+        for what, params in SAMPLED.items():
+            with _path(f"a token sampled on the {what}"):
+                self._finish(scratch, [replace(self._request(1, max_tokens=3), params=params)])
+
+    def _batches(self, step: StaticStep | None) -> list[int]:
+        """Batch sizes, those that `step` has a graph for among them."""
+        captured = () if step is None else (size for size in step.sizes if size <= self._batch)
+        return sorted({*sizes(self._batch, every=self._every), *captured})
 
     def _long(self, end: int) -> None:
         """One query and one chunk that end at row `end`. What the rows hold does not matter, so that no prompt has to run."""
@@ -177,7 +197,8 @@ class _Paths:
         pool.check_integrity([])
 
     def _draft(self, scratch: Engine, count: int) -> None:
-        for size in sizes(self._batch, every=self._every):
+        steps = self.runner.decode_steps
+        for size in self._batches(None if steps is None else steps.verify.get(count)):
             with _path(f"{count} drafts of {size} requests"):
                 requests = [self._request(1, max_tokens=count + 2) for _ in range(size)]
                 for request in requests:
