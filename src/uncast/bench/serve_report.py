@@ -85,7 +85,7 @@ class Figures:
             notes.append(
                 "closed loop: a slow answer delays the next request, so waiting users are not in the percentiles"
             )
-        if self.tokens_from != "usage":
+        if self.complete and self.tokens_from != "usage":
             notes.append(f"tokens are of {self.tokens_from}: the server gives no usage, and a chunk may hold several")
         if self.tokens_per_chunk > 1.02:
             notes.append(f"{self.tokens_per_chunk:.2f} tokens a chunk: ITL is between chunks, TPOT is per token")
