@@ -38,15 +38,15 @@ def ragged_step(
 
     A model with an indexer attends sparsely if a request has more tokens than it may select, as in the engine, or if `sparse`.
     """
-    config, lengths = model.config, [len(chunk.ids) for chunk in chunks]
+    config, lengths, device = model.config, [len(chunk.ids) for chunk in chunks], model.device
     topk = 0 if config.indexer is None else config.indexer.topk
     if not sparse and all(chunk.end <= topk for chunk in chunks):
         topk = 0
     attention = MLAPagedAttention(backend)
     attention.plan(
-        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device),
         block_tables=pool.block_table([chunk.pages for chunk in chunks]),
-        seq_lens=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32),
+        seq_lens=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32, device=device),
         num_heads=config.num_heads,
         head_dim_ckv=config.kv_lora_rank,
         head_dim_kpe=config.qk_rope_head_dim,
@@ -61,13 +61,13 @@ def ragged_step(
         index = IndexCache(pool.index_storage, pool.index_layout)
     logits = model.forward(
         ForwardBatch(
-            token_ids=torch.cat([chunk.ids for chunk in chunks]),
-            positions=torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]),
+            token_ids=torch.cat([chunk.ids for chunk in chunks]).to(device),
+            positions=torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device),
             slot_mapping=torch.cat([pool.slots(chunk.pages, chunk.start, chunk.end) for chunk in chunks]),
             attention=attention,
             cache=pool.storage,
             counters=None,
-            logit_rows=torch.arange(sum(lengths)),
+            logit_rows=torch.arange(sum(lengths), device=device),
             index=index,
         )
     )

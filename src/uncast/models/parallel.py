@@ -142,7 +142,8 @@ class ShardedMoE:
     Attributes:
         router, bias: of all experts, as in `MoE`.
         experts: this rank's, the first one is number `mine.start`.
-        whole: experts see every row and drop what they were not chosen for (deterministic mode).
+        whole: experts see every row and drop what they were not chosen for (deterministic mode). On a GPU shapes are fixed
+            by the number of rows anyway.
     """
 
     config: MoEConfig
@@ -165,7 +166,7 @@ class ShardedMoE:
     def _routed(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """float32 [n, hidden]: what this rank's experts add."""
         local, count = chosen - self.mine.start, len(self.mine)
-        if isinstance(self.experts, ExpertStack) and self.experts.is_grouped(x) and not self.whole:
+        if isinstance(self.experts, ExpertStack) and self.experts.is_grouped(x):  # fixed shapes: no row's bits change
             elsewhere = (local < 0) | (local >= count)
             return self.experts.routed(x, weights, local.masked_fill(elsewhere, count), dtype=torch.float32)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
