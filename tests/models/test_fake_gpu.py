@@ -29,7 +29,7 @@ FAMILIES = (
 LAYOUTS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 STEPS = ([(1, 100)], [(1, 20)] * 40, [(1, 90), (50, 70), (1, 1)])
 """(q_len, kv_len) of requests: one token, more tokens than the kernels of few take, a mixed step."""
-LAYER = 16
+LAYER = 15
 """Launches of a layer with a mixture, one token, split attention."""
 
 

@@ -44,7 +44,7 @@ def decoder_variants() -> Iterator[Variant]:
         yield _variant(f"add_rms_norm_{label}", norm_rope.add_rms_norm_kernel, args, norm_rope.norm_warps(hidden))
         args = {
             "Q": q_rank, "RANK": 512, "HALF": 32, "Q_POW2": 1 << (q_rank - 1).bit_length(), "RANK_POW2": 512,
-            "HALF_POW2": 32, "INTERLEAVED": label == "flash",
+            "HALF_POW2": 32, "INTERLEAVED": label == "flash", "ROTATE": True,
         }  # fmt: skip
         yield _variant(f"latent_parts_{label}", norm_rope.latent_parts_kernel, args)
         args = {"HALF": 32, "HALF_POW2": 32, "HEADS": norm_rope.HEADS, "INTERLEAVED": label == "flash"}

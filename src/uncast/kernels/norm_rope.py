@@ -55,9 +55,10 @@ def rotated(first, second, cos, sin, dtype: tl.constexpr):
 def latent_parts_kernel(
     q_row, kv_row, q_norm, kv_norm, c_q, ckv, kpe, cos, sin, q_stride, kv_stride, eps,
     Q: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, Q_POW2: tl.constexpr, RANK_POW2: tl.constexpr,
-    HALF_POW2: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF_POW2: tl.constexpr, INTERLEAVED: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows, 2 (1 without Q). q_row [rows, Q]; kv_row [rows, RANK + 2 HALF]; cos, sin fp32 [rows, HALF]."""
+    """Grid: rows, 2 (1 without Q). q_row [rows, Q]; kv_row [rows, RANK + 2 HALF]; cos, sin fp32 [rows, HALF]; kpe is
+    written with ROTATE only."""
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = ckv.dtype.element_ty
     if tl.program_id(1) == 0:
@@ -65,18 +66,19 @@ def latent_parts_kernel(
         v = tl.load(kv_row + row * kv_stride + i, mask=i < RANK, other=0.0).to(tl.float32)
         w = tl.load(kv_norm + i, mask=i < RANK, other=0.0)
         tl.store(ckv + row * RANK + i, norm_row(v, w, RANK, eps, dtype).to(dtype), mask=i < RANK)
-        j = tl.arange(0, HALF_POW2)
-        live = j < HALF
-        one = 2 * j if INTERLEAVED else j
-        other = 2 * j + 1 if INTERLEAVED else j + HALF
-        base = kv_row + row * kv_stride + RANK
-        first = tl.load(base + one, mask=live, other=0.0).to(tl.float32)
-        second = tl.load(base + other, mask=live, other=0.0).to(tl.float32)
-        c = tl.load(cos + row * HALF + j, mask=live, other=0.0)
-        s = tl.load(sin + row * HALF + j, mask=live, other=0.0)
-        x, y = rotated(first, second, c, s, dtype)
-        tl.store(kpe + row * (2 * HALF) + one, x, mask=live)
-        tl.store(kpe + row * (2 * HALF) + other, y, mask=live)
+        if ROTATE:
+            j = tl.arange(0, HALF_POW2)
+            live = j < HALF
+            one = 2 * j if INTERLEAVED else j
+            other = 2 * j + 1 if INTERLEAVED else j + HALF
+            base = kv_row + row * kv_stride + RANK
+            first = tl.load(base + one, mask=live, other=0.0).to(tl.float32)
+            second = tl.load(base + other, mask=live, other=0.0).to(tl.float32)
+            c = tl.load(cos + row * HALF + j, mask=live, other=0.0)
+            s = tl.load(sin + row * HALF + j, mask=live, other=0.0)
+            x, y = rotated(first, second, c, s, dtype)
+            tl.store(kpe + row * (2 * HALF) + one, x, mask=live)
+            tl.store(kpe + row * (2 * HALF) + other, y, mask=live)
     else:
         k = tl.arange(0, Q_POW2)
         query = tl.load(q_row + row * q_stride + k, mask=k < Q, other=0.0).to(tl.float32)
@@ -145,26 +147,28 @@ def latent_parts(
     q_norm: torch.Tensor | None,
     kv_norm: torch.Tensor,
     eps: float,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
     interleaved: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """c_q [n, q_lora_rank] (None without q_row), ckv [n, rank] and kpe [n, rope].
 
     Args:
         q_row: [n, q_lora_rank], kv_row: [n, rank + rope], unit last strides, any row strides.
-        angles: cos and sin, contiguous fp32 [n, rope / 2].
+        angles: cos and sin, contiguous fp32 [n, rope / 2]; None leaves kpe as it is, a view of kv_row (see `rope_write`).
     """
     rows, rank = kv_row.shape[0], kv_norm.shape[0]
     half, width = (kv_row.shape[1] - rank) // 2, 0 if q_row is None else q_row.shape[1]
-    ckv, kpe = kv_row.new_empty(rows, rank), kv_row.new_empty(rows, 2 * half)
+    ckv = kv_row.new_empty(rows, rank)
+    kpe = kv_row[:, rank:] if angles is None else kv_row.new_empty(rows, 2 * half)
     c_q = None if q_row is None else q_row.new_empty(rows, width)
     if rows:
         first, norm = (kv_row, kv_norm) if q_row is None or q_norm is None else (q_row, q_norm)
         latent_parts_kernel[(rows, 1 if c_q is None else 2)](
-            first, kv_row, norm, kv_norm, ckv if c_q is None else c_q, ckv, kpe, *angles, first.stride(0), kv_row.stride(0),
-            eps, Q=width or rank, RANK=rank, HALF=half, Q_POW2=triton.next_power_of_2(width or rank),
+            first, kv_row, norm, kv_norm, ckv if c_q is None else c_q, ckv, kpe, *(angles or (kv_norm, kv_norm)),
+            first.stride(0), kv_row.stride(0), eps,
+            Q=width or rank, RANK=rank, HALF=half, Q_POW2=triton.next_power_of_2(width or rank),
             RANK_POW2=triton.next_power_of_2(rank), HALF_POW2=triton.next_power_of_2(half), INTERLEAVED=interleaved,
-            num_warps=4,
+            ROTATE=angles is not None, num_warps=4,
         )  # fmt: skip
     return c_q, ckv, kpe
 

@@ -22,7 +22,7 @@ from uncast.attention import MLAPagedAttention
 from uncast.latent.codec import Scale
 from uncast.models.config import ModelConfig
 from uncast.models.experts import MLP
-from uncast.models.fused import add_norm, latent_parts, rms_norm, rotate, scaled
+from uncast.models.fused import add_norm, latent_parts, on_kernels, rms_norm, rotate, scaled
 from uncast.models.indexer import IndexCache, Indexer, IndexerWeights
 from uncast.models.layers import MoE
 from uncast.models.parallel import Parallel, ShardedMLP, ShardedMoE
@@ -242,19 +242,34 @@ class MLADecoder:
         external = batch.attention.kv_layout == "fp8_e4m3"
         ckv_scale, kpe_scale = (weights.ckv_scale, weights.kpe_scale) if external else (None, None)
         q_row, kv_row = _down(weights, x, config.q_lora_rank)
+        turns = batch.attention.fuses_rope and on_kernels(kv_row)  # keys and queries are rotated as rows are written
         c_q, ckv, kpe = latent_parts(
-            q_row, kv_row, weights.q_a_norm, weights.kv_a_norm, config.latent_norm_eps, self.rope, angles
+            q_row,
+            kv_row,
+            weights.q_a_norm,
+            weights.kv_a_norm,
+            config.latent_norm_eps,
+            self.rope,
+            None if turns else angles,
         )
-        batch.attention.write(
-            ckv, kpe, cache, batch.slot_mapping, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=batch.counters
-        )
+        if not turns:
+            batch.attention.write(
+                ckv, kpe, cache, batch.slot_mapping, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=batch.counters
+            )
 
         c_q = x if c_q is None else c_q
         if self.indexer is not None and weights.indexer is not None:
             step.indices = self._select(self.indexer, weights.indexer, x, c_q, step)
         query = linear(c_q, weights.q_b).view(tokens, config.num_heads, -1)
         q_nope, q_pe = query[..., : config.qk_nope_head_dim], query[..., config.qk_nope_head_dim :]
-        q_pe, scales = rotate(self.rope, q_pe, angles), (ckv_scale, kpe_scale)
+        scales = (ckv_scale, kpe_scale)
+        if turns:
+            batch.attention.rope_write(
+                ckv, kpe, q_pe, angles, cache, batch.slot_mapping, interleaved=self.rope.config.interleaved,
+                ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=batch.counters,
+            )  # fmt: skip
+        else:
+            q_pe = rotate(self.rope, q_pe, angles)
         if step.split is None:
             values = _absorbed(weights, q_nope, q_pe, cache, batch.attention, scales, step.indices)
         else:

@@ -59,16 +59,18 @@ def latent_parts(
     kv_norm: torch.Tensor,
     eps: float,
     rope: Rope,
-    angles: Angles,
+    angles: Angles | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The query latent (None without q_row), the latent and the rotated key of rows [n, q_lora_rank] and [n, rank + rope]."""
+    """The query latent (None without q_row), the latent and the key of rows [n, q_lora_rank] and [n, rank + rope];
+    the key is rotated unless angles are None."""
     if on_kernels(kv_row):
         from uncast.kernels import norm_rope
 
         return norm_rope.latent_parts(q_row, kv_row, q_norm, kv_norm, eps, angles, rope.config.interleaved)
     rank = kv_norm.shape[0]
     c_q = None if q_row is None or q_norm is None else rms_norm(q_row, q_norm, eps)
-    return c_q, rms_norm(kv_row[:, :rank], kv_norm, eps), rope.rotate(kv_row[:, rank:], angles)
+    kpe = kv_row[:, rank:] if angles is None else rope.rotate(kv_row[:, rank:], angles)
+    return c_q, rms_norm(kv_row[:, :rank], kv_norm, eps), kpe
 
 
 def rotate(rope: Rope, x: torch.Tensor, angles: Angles) -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""The decode step on a pretended GPU (`tests.fake_cuda`): mixed devices, a stopped capture, a waiting host fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.fake_cuda import FakeGpu, HostSync, fake_cuda
+from tests.models.fake_gpu import config_of, meta_model
+from uncast.engine.runner import ModelRunner, Sequence
+from uncast.engine.sampler import Draw
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """Without the probes of a runner, which compare values."""
+    monkeypatch.setattr(ModelRunner, "_warm_up", lambda self: "native")
+    with fake_cuda() as gpu:
+        yield gpu
+
+
+def make_runner(gpu: FakeGpu, family: str, packed: str = "", **options: object) -> ModelRunner:
+    model = gpu.move(meta_model(config_of(family), packed, mtp=bool(options.get("drafts"))))
+    return ModelRunner(model, num_pages=80, page_size=64, **options)  # type: ignore[arg-type]
+
+
+def cached(runner: ModelRunner, count: int, rows: int = 70) -> list[Sequence]:
+    """Sequences with `rows` rows that decode."""
+    sequences = [Sequence([1] * (rows + 1), cached=rows) for _ in range(count)]
+    for sequence in sequences:
+        runner.ensure_pages(sequence, rows + 20)
+    return sequences
+
+
+@pytest.mark.parametrize(
+    ("family", "packed", "layout", "deterministic"),
+    [
+        ("glm_flash", "", "fp8_ds_mla", False),
+        ("glm_flash", "nvfp4", "fp8_ds_mla", True),
+        ("deepseek_v3", "fp8", "fp8_e4m3", False),
+        ("deepseek_v2", "", "bf16", True),
+        ("glm_moe_dsa", "", "fp8_ds_mla", False),
+        ("glm_moe_dsa", "", "fp8_ds_mla", True),
+    ],
+)
+def test_a_launch_makes_nobody_wait(gpu: FakeGpu, family: str, packed: str, layout: str, deterministic: bool) -> None:
+    """Capture allows no sync and no copy from or to the host; a launch makes two of these, from and to pinned memory (three
+    where pages are new), and the next one is launched before its result is there."""
+    runner = make_runner(gpu, family, packed, kv_layout=layout, deterministic=deterministic)
+    assert runner.capture(4) is None
+    sequences = cached(runner, 3)
+    gpu.launches.clear()
+    chosen = runner.launch(sequences, [-1] * 3)
+    replayed = gpu.names()
+    assert replayed.count("rope_write_kernel") >= runner.model.config.num_layers
+    assert sum(launch.kind == "copy" for launch in gpu.launches) == 3
+    assert chosen._host.device.type == "cpu" and chosen._host.dtype == torch.int64
+    gpu.launches.clear()
+    runner.launch(sequences[:2], [0, 1], [(0, Draw(1.0, 5, 0.9, 0.0, 0.5))])
+    assert sum(launch.kind == "copy" for launch in gpu.launches) == 3  # inputs, draws, result
+    size = runner.last_step_bytes()
+    per_layer = runner.pool.layout.row_bytes * runner.model.config.num_layers
+    if not runner.model.config.indexer:
+        assert size.needed == size.read == 2 * 72 * per_layer and size.written == 0
+
+
+def test_verification_of_drafts_is_captured(gpu: FakeGpu) -> None:
+    runner = make_runner(gpu, "glm_flash", drafts=True)
+    assert runner.capture(4, drafts=[2]) is None
+    sequences = cached(runner, 3)
+    for sequence in sequences:
+        sequence.drafts = [5, 6]
+    logits = runner.step([(sequence, 3) for sequence in sequences])
+    assert logits.shape == (9, runner.model.config.vocab_size)
+    assert [part.shape for part in runner.hidden] == [(3, runner.model.config.hidden_size)] * 3
+
+
+def test_experts_that_the_host_calls_are_refused(gpu: FakeGpu) -> None:
+    """Not captured, and said so; a captured step would have failed with a sync."""
+    runner = make_runner(gpu, "glm_flash")
+    layer = runner.model.layers[-1]
+    layer.mlp.experts = list(layer.mlp.experts)  # type: ignore[union-attr, arg-type]
+    reason = runner.capture(4)
+    assert reason is not None and "called one by one by the host" in reason and runner.decode_steps is None
+
+
+def test_this_test_can_fail(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(gpu, "glm_flash")
+    honest = type(runner._decoder).forward_hidden
+
+    def looks_at_values(self, batch, *, every=False):  # type: ignore[no-untyped-def]
+        logits, hidden = honest(self, batch, every=every)
+        logits.max().item()
+        return logits, hidden
+
+    monkeypatch.setattr(type(runner._decoder), "forward_hidden", looks_at_values)
+    with pytest.raises(HostSync):
+        runner.capture(2)
