@@ -37,11 +37,11 @@ limited() { # seconds, log, command: at most so long, with nothing left behind
   shift 2
   timeout -k 2 "$seconds" "$@" > "$logs/$log" 2>&1
 }
-gpu_tests() { # seconds, log, arguments of pytest
+gpu_tests() { # seconds, log, folders or files of tests; others of a folder may need packages that are not there
   local seconds=$1 log=$2 more="-n ${XDIST:-4}"
   shift 2
   [ -n "$try" ] && more="--collect-only"
-  limited "$seconds" "$log" "$python" -m pytest -o addopts="" -p no:cacheprovider --tb=short -q -m gpu $more "$@"
+  limited "$seconds" "$log" "$python" -m pytest -o addopts="" -p no:cacheprovider --tb=short -q -m gpu $more $(grep -rlE 'mark\.gpu' "$@" --include='test_*.py')
   local status=$?
   say "$log: $(grep -E '(passed|failed|error|collected|deselected)' "$logs/$log" | tail -1 | cut -c1-200)"
   grep -hE "^(FAILED|ERROR) |^E  " "$logs/$log" | cut -c1-240 | head -10
