@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tiny_model import build_model_folder
+from uncast.checkpoints.kv_scales import _SIZES as SIZE_NAMES
 from uncast.cli.main import main
 from uncast.engine.tokenizer import Tokenizer
 
@@ -135,6 +136,31 @@ def test_prompts_of_one_token_are_not_enough(folder: Path, tmp_path: Path, capsy
 
 
 LAYER = {"ckv_scale": 0.5, "kpe_scale": 1.0}
+MODEL = {"name": "x", "hidden_size": 256, "num_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def test_a_scale_file_implies_its_layout_and_says_whose_it_is(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s.json"
+    kv_error(capsys, folder, prompts, "--write-scales", str(path), "--no-layer-kl")
+    written = json.loads(path.read_text())
+    assert written["model"]["name"] == folder.name and set(written["model"]) == {"name", *SIZE_NAMES}
+
+    def generate(content: dict[str, Any]) -> list[str]:
+        path.write_text(json.dumps(content))
+        command = ["generate", "the latent", "--model", str(folder), "--max-tokens", "2", "--kv-scales", str(path)]
+        assert main([*command, "--json"]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["kv_cache_dtype"] == "fp8_e4m3"
+        return captured.err.splitlines()
+
+    implied = "uncast: note: --kv-scales makes the cache's layout fp8_e4m3"
+    assert generate(written) == [implied]
+    other = generate({**written, "model": {**written["model"], "name": "another"}})
+    assert other[0] == implied and "were measured on 'another', and this model is called" in other[1]
+    old = generate({name: value for name, value in written.items() if name != "model"})
+    assert "does not say which model it was measured on" in old[1] and len(other) == len(old) == 2
 
 
 @pytest.mark.parametrize(
@@ -147,7 +173,11 @@ LAYER = {"ckv_scale": 0.5, "kpe_scale": 1.0}
         ({"layers": [LAYER, {"ckv_scale": 0, "kpe_scale": 1}]}, "fp8_e4m3", "layer 1, has ckv_scale = 0: a positive"),
         ({"layers": [LAYER, {"ckv_scale": 1}]}, "fp8_e4m3", "layer 1, has no kpe_scale"),
         ({"layers": 7}, "fp8_e4m3", "has no list of layers"),
-        ({"layers": [LAYER, LAYER]}, "auto", "kv_scales are for --kv-cache-dtype fp8_e4m3"),
+        ({"layers": [LAYER, LAYER]}, "bf16", "kv_scales are for --kv-cache-dtype fp8_e4m3"),
+        ({"layers": [LAYER, LAYER], "model": MODEL | {"hidden_size": 7}}, "auto", "with hidden_size 7: this model has"),
+        ({"layers": [LAYER, LAYER], "model": MODEL | {"num_heads": 3}}, "auto", "with num_heads 3: this model has 4"),
+        ({"layers": [LAYER, LAYER], "model": {"name": "x"}}, "auto", "model, has no hidden_size"),
+        ({"layers": [LAYER, LAYER], "model": "x"}, "auto", "has a model that is not an object"),
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "x"], ["serve", "--port", "0"]])

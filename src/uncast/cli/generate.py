@@ -23,7 +23,7 @@ from uncast.checkpoints.kv_scales import apply_kv_scales
 from uncast.checkpoints.load import cache_scale_note, load_config, load_model
 from uncast.cli.grammar import INCOMPLETE, add_grammar, following
 from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
-from uncast.cli.kv_scales import scales_of
+from uncast.cli.kv_scales import take_kv_scales
 from uncast.cli.main import UsageError, WorkError
 from uncast.cli.parallel import ParallelError, Team
 from uncast.cli.speculate import HELP as SPECULATE_HELP
@@ -119,7 +119,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"kv_pool_tokens is {pool_tokens}: at least 1 is needed")
     if args.page_size < 1:
         raise ValueError(f"page_size is {args.page_size}: allowed are powers of two from 1 to 128")
-    scales = scales_of(args.kv_scales, args.kv_cache_dtype, config)
+    scales = take_kv_scales(args, folder, config)
     speculate = speculate_of(args.speculate, folder)
 
     def load(parallel: Parallel | None) -> MLADecoder:

@@ -28,6 +28,7 @@ from uncast.checkpoints.kv_scales import LAYOUT, write_kv_scales
 from uncast.checkpoints.load import load_config
 from uncast.cli.csv_file import check_writable
 from uncast.cli.generate import load_with_bar
+from uncast.cli.kv_scales import model_name
 from uncast.cli.main import UsageError, WorkError
 from uncast.engine.runner import RunnerError
 from uncast.engine.tokenizer import TemplateError, Tokenizer
@@ -86,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     _check(args)
     folder = model_folder(args.model)
-    name = args.model if args.model in BUNDLED else folder.name
+    name = model_name(args.model, folder)
     config = load_config(folder)
     prompts, cut = _prompts(args, Tokenizer(folder, config.vocab_size), config)
     layouts = _layouts(args, config)
@@ -116,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.write_scales is not None:
         assert scales is not None
         pairs = [(s.ckv, s.kpe) for s in scales]
-        writers.append(lambda: write_kv_scales(args.write_scales, config, pairs))
+        writers.append(lambda: write_kv_scales(args.write_scales, config, name, pairs))
     if args.plot is not None:
         writers.append(lambda: plot_kv_error(results, name, args.plot))
     _write(writers)

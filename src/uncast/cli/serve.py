@@ -22,7 +22,7 @@ from uncast.checkpoints.kv_scales import apply_kv_scales
 from uncast.checkpoints.load import load_config
 from uncast.cli.generate import load_with_bar
 from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
-from uncast.cli.kv_scales import scales_of
+from uncast.cli.kv_scales import model_name, take_kv_scales
 from uncast.cli.main import UsageError, WorkError
 from uncast.cli.parallel import ParallelError, Team
 from uncast.cli.speculate import HELP as SPECULATE_HELP
@@ -135,8 +135,8 @@ def _run(args: argparse.Namespace, clock: StartClock) -> int:
     tokenizer = Tokenizer(folder, config.vocab_size)
     if not 0 <= args.port < 2**16:
         raise ValueError(f"port is {args.port}: allowed are 0 to {2**16 - 1}")
+    scales, cache = take_kv_scales(args, folder, config), weight_cache_bytes(args)
     _check_cache_options(args, config)
-    scales, cache = scales_of(args.kv_scales, args.kv_cache_dtype, config), weight_cache_bytes(args)
     if args.max_queue < 1:
         raise ValueError(f"max_queue is {args.max_queue}: at least 1 is needed")
     speculate = speculate_of(args.speculate, folder)
@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace, clock: StartClock) -> int:
         speculate=speculate.count,
     )
     server_config = ServerConfig(
-        model_name=args.served_model_name or (args.model if args.model in BUNDLED else folder.resolve().name),
+        model_name=args.served_model_name or model_name(args.model, folder),
         max_body_bytes=args.max_body_bytes,
         api_key=os.environ.get("UNCAST_API_KEY") or None if args.api_key is None else args.api_key,
         grace_s=args.grace_seconds,
