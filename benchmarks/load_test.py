@@ -157,6 +157,8 @@ def solo_texts(parts: Parts, requests: list[Request], numbers: list[int], args: 
     runner = ModelRunner(
         parts.model, num_pages=pages, page_size=args.page_size, deterministic=args.mode == "deterministic"
     )
+    if parts.model.device.type == "cuda":
+        runner.capture(1)  # as `uncast serve` does: tokens are chosen on the device, too
     texts = {}
     for number in numbers:
         engine = Engine(runner, parts.tokenizer, EngineConfig(max_running=1, prefix_cache=False))
