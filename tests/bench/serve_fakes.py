@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ class Connection:
 
     def __init__(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: Any) -> None:
         self._writer, self.path, self.headers, self.body = writer, path, headers, body
+        self.sent = list[float]()
 
     async def raw(self, data: bytes) -> None:
         self._writer.write(data)
@@ -36,7 +38,8 @@ class Connection:
         await self.raw(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     async def events(self, *events: Any) -> None:
-        """Events in one piece."""
+        """Events in one piece; `sent` has the times."""
+        self.sent.append(time.perf_counter())
         texts = (event if isinstance(event, str) else json.dumps(event) for event in events)
         await self.chunk("".join(f"data: {text}\n\n" for text in texts).encode())
 
@@ -48,10 +51,12 @@ class Connection:
 
 
 class FakeServer:
-    """`requests` has every body that came to an answering route, with its headers under "headers"."""
+    """`requests` has every body that came to an answering route, with its headers under "headers"; `sent` has for each of them
+    when its events were sent."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler, self.requests, self.url, self.lists_models = handler, list[Any](), "", True
+        self.sent = list[list[float]]()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -81,8 +86,9 @@ class FakeServer:
                     await (connection.whole(MODELS) if self.lists_models else connection.whole({}, 404))
                 else:
                     self.requests.append({**connection.body, "headers": headers, "path": connection.path})
+                    self.sent.append(connection.sent)
                     await self.handler(connection)
-        except (asyncio.IncompleteReadError, OSError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             writer.close()
 
     def refuse(self) -> None:

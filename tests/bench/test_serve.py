@@ -20,7 +20,7 @@ from uncast.bench.serve_prompts import token_prompts, warm_up_of, word_prompts, 
 from uncast.bench.serve_report import Percentiles, figures, serving_row
 from uncast.bench.serve_request import EventReader
 
-FIRST_S, GAP_S, TOLERANCE_S = 0.08, 0.03, 0.02
+FIRST_S, GAP_S, LATE_S = 0.08, 0.06, 0.03
 
 
 def run(handler: Handler, count: int = 1, load: Closed | Open = Closed(1), **options: Any) -> LoadResult:  # noqa: B008
@@ -28,7 +28,7 @@ def run(handler: Handler, count: int = 1, load: Closed | Open = Closed(1), **opt
     with fake_server(handler) as server:
         endpoint = Endpoint(server.url, "fake", **options)
         result = measure(endpoint, [Prompt("p", 8)] * count, load, warm_up=warm_up, progress=progress)
-        result.__dict__["requests"] = server.requests
+        result.__dict__["requests"], result.__dict__["sent"] = server.requests, server.sent
         return result
 
 
@@ -45,20 +45,38 @@ async def paced(c: Connection) -> None:
     await c.end()
 
 
+def lags(result: LoadResult) -> list[float]:
+    """How much later than it was sent each chunk with tokens was taken; the server has the same clock, and its last events hold
+    no token."""
+    return [
+        taken - sent
+        for answer, times in zip(result.answers, result.__dict__["sent"], strict=True)
+        for taken, sent in zip(answer.chunks, times[:-1], strict=True)
+    ]
+
+
 def test_times_are_those_of_the_script() -> None:
+    """None is early, most are on time (on a busy machine some are late); the opening and the end of an answer are no tokens."""
     result = run(paced, 3)
-    for answer in result.answers:
+    late = lags(result)
+    assert min(late) >= 0 and statistics.median(late) < LATE_S
+    for answer, times in zip(result.answers, result.__dict__["sent"], strict=True):
         assert answer.failure is None and answer.ttft_s is not None and answer.tpot_s is not None
-        assert FIRST_S <= answer.ttft_s < FIRST_S + TOLERANCE_S
-        assert len(answer.itl_s) == 3 and all(GAP_S / 2 < gap < GAP_S + TOLERANCE_S for gap in answer.itl_s)
-        assert GAP_S - 0.002 < answer.tpot_s < GAP_S + TOLERANCE_S, "the end of the answer is no token"
-        assert FIRST_S + 4 * GAP_S <= answer.e2e_s < FIRST_S + 4 * GAP_S + 2 * TOLERANCE_S
+        assert answer.ttft_s >= FIRST_S and len(answer.itl_s) == 3
+        assert (
+            sum(answer.itl_s) == pytest.approx(3 * answer.tpot_s) == pytest.approx(answer.chunks[-1] - answer.chunks[0])
+        )
+        assert answer.sent + answer.ttft_s == pytest.approx(answer.chunks[0], abs=1e-3), "it was sent when it was due"
+        assert times[-1] <= answer.end < answer.due + answer.e2e_s + 1e-9 and answer.e2e_s >= FIRST_S + 4 * GAP_S
+    assert statistics.median(gap for answer in result.answers for gap in answer.itl_s) == pytest.approx(
+        GAP_S, abs=LATE_S
+    )
     found = figures(result)
     assert (found.complete, found.output_tokens, found.prompt_tokens, found.cached_tokens) == (3, 12, 21, 9)
     assert found.tokens_from == "usage" and found.tokens_per_chunk == 1.0
-    assert 1e3 * FIRST_S <= found.ttft.p50 <= found.ttft.p99 < 1e3 * (FIRST_S + TOLERANCE_S)
+    assert 1e3 * FIRST_S <= found.ttft.p50 <= found.ttft.p99 <= found.e2e.p99
     assert found.output_tokens_per_s == pytest.approx(12 / found.seconds, rel=0.01)
-    assert found.requests_per_s == pytest.approx(3 / (3 * statistics.fmean(a.e2e_s for a in result.answers)), rel=0.05)
+    assert found.requests_per_s == pytest.approx(3 / (3 * statistics.fmean(a.e2e_s for a in result.answers)), rel=0.3)
     assert any("closed loop" in note for note in found.notes()) and any("9 prompt" in note for note in found.notes())
 
 
@@ -78,7 +96,7 @@ def test_a_role_is_no_token_and_reasoning_is_one() -> None:
     result = run(handler, chat=True)
     (answer,) = result.answers
     assert answer.failure is None and answer.ttft_s is not None
-    assert FIRST_S <= answer.ttft_s < FIRST_S + TOLERANCE_S
+    assert answer.ttft_s >= FIRST_S and answer.chunks[0] - result.__dict__["sent"][0][1] < 10 * LATE_S
     assert len(answer.chunks) == answer.tokens == 4 and answer.chunks[1] == answer.chunks[2]
     assert figures(result).tokens_from == "chunks" and any("no usage" in note for note in figures(result).notes())
     assert result.__dict__["requests"][0]["path"] == "/v1/chat/completions"
@@ -242,8 +260,10 @@ def test_the_open_loop_sends_at_its_times_whatever_the_server_does() -> None:
     assert [round(a.due - result.answers[0].due, 9) for a in result.answers] == [
         round(at, 9) for at in Open(20.0).arrivals(12, 0)
     ]
-    assert all(0 <= answer.sent - answer.due < 0.05 for answer in result.answers)
-    assert all(0.4 <= answer.e2e_s < 0.5 for answer in result.answers)
+    assert all(answer.sent >= answer.due for answer in result.answers)
+    assert statistics.median(answer.sent - answer.due for answer in result.answers) < LATE_S
+    assert result.answers[-1].sent < result.answers[0].end + 0.4, "a closed loop would send the twelfth after 4.4 s"
+    assert all(answer.e2e_s >= 0.4 for answer in result.answers)
     assert "closed" not in " ".join(figures(result).notes())
 
 
@@ -337,7 +357,7 @@ def test_the_row_of_a_closed_loop() -> None:
         "server", "version", "model", "kv_cache_dtype", "batch", "context", "ms_per_token", "ttft_ms", "gpu", "versions",
     ]  # fmt: skip
     assert row["batch"] == 2 and row["model"] == "fake"
-    assert 1e3 * GAP_S - 2 < row["ms_per_token"] < 1e3 * (GAP_S + TOLERANCE_S)  # type: ignore[operator]
+    assert row["ms_per_token"] == figures(result).tpot.p50 and row["ttft_ms"] == figures(result).ttft.p50
     with pytest.raises(ValueError, match="closed loop without failures"):
         serving_row(run(http_500), **facts)  # type: ignore[arg-type]
 
