@@ -64,14 +64,18 @@ def facts(outputs: list) -> tuple:  # type: ignore[type-arg]
     return tokens_of(outputs), "".join(o.text for o in outputs), logprobs, last.finish_reason, last.matched_stop
 
 
-@pytest.mark.parametrize(("drafts", "seed", "max_step_tokens"), [(1, 0, 32), (2, 1, 20), (3, 2, 64)])
+@pytest.mark.parametrize(
+    ("drafts", "seed", "max_step_tokens", "static"), [(1, 0, 32, False), (2, 1, 20, True), (3, 2, 64, True)]
+)
 def test_a_crowd_with_drafts_equals_solo_runs_without_bit_for_bit(
-    glm: MLADecoder, words: Tokenizer, drafts: int, seed: int, max_step_tokens: int
+    glm: MLADecoder, words: Tokenizer, drafts: int, seed: int, max_step_tokens: int, static: bool
 ) -> None:
-    """Deterministic mode: preempted, aborted and prefix-sharing requests of every kind, chunks cut anywhere."""
+    """Deterministic mode: preempted, aborted and prefix-sharing requests of every kind, chunks cut anywhere; verified in eager
+    steps and in static buffers."""
     rng = random.Random(seed)
     requests = heldout_requests(words, rng, 14)
-    crowd = make_engine(glm, words, pages=15, deterministic=True, max_step_tokens=max_step_tokens, speculate=drafts)
+    crowd = make_engine(glm, words, pages=15, deterministic=True, max_step_tokens=max_step_tokens, speculate=drafts,
+                        static=static)  # fmt: skip
     outputs = run_all(crowd, requests, rng=rng, abort_share=0.04)
     stats = crowd.stats()
     assert stats.preemptions_total > 0 and stats.prefix_hit_tokens_total > 0
@@ -100,8 +104,9 @@ def test_greedy_text_is_the_same_in_both_modes(glm: MLADecoder, words: Tokenizer
         texts = []
         for drafts in (0, 3):
             engine = make_engine(
-                glm, words, pages=60, deterministic=deterministic, speculate=drafts, kv_layout="fp32", max_running=1
-            )
+                glm, words, pages=60, deterministic=deterministic, speculate=drafts, kv_layout="fp32", max_running=1,
+                static=drafts > 0,
+            )  # fmt: skip
             found = run_all(engine, [Request(p, max_tokens=20, request_id=f"{i}") for i, p in enumerate(prompts)])
             texts.append([tokens_of(found[name]) for name in sorted(found)])
         assert texts[0] == texts[1]
