@@ -35,7 +35,7 @@ keep_logs() { tar czf "$out/logs.tgz" -C "$logs" . ; }
 limited() { # seconds, log, command: at most so long, with nothing left behind
   local seconds=$1 log=$2
   shift 2
-  timeout -k 2 "$seconds" "$@" > "$logs/$log" 2>&1
+  timeout -k 10 "$seconds" "$@" > "$logs/$log" 2>&1
 }
 gpu_tests() { # seconds, log, folders or files of tests; others of a folder may need packages that are not there
   local seconds=$1 log=$2 more="-n ${XDIST:-4}"

@@ -90,8 +90,9 @@ class Server:
         self.send(signal.SIGCONT)
         self.send(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
+            self.process.wait(3)
         self.send(signal.SIGKILL)
+        self.process.wait()
 
 
 def free_port() -> int:
@@ -102,7 +103,8 @@ def free_port() -> int:
 
 def command(name: str, args: argparse.Namespace, port: int) -> list[str]:
     """What starts a server on `port`."""
-    rows = max(case.batch * (case.context + args.tokens + 64) for case in args.cases) + POOL_SLACK
+    kept = (args.repeats + 1) * (args.tokens + 64)  # rows of earlier answers stay in the prefix cache, too
+    rows = max(case.batch * (case.context + kept) for case in args.cases) + POOL_SLACK
     if name == "uncast":
         return [
             sys.executable, "-m", "uncast", "serve", "--model", args.model, "--port", str(port), "--kv-cache-dtype",
@@ -321,9 +323,11 @@ def main() -> int:
     args.label = (
         args.label or f"hidden {raw['hidden_size']}, {raw['num_hidden_layers']} layers, {Path(args.model).name}"
     )
-    servers = [start(name, args) for name in args.servers.split(",")]
-    good = True
+    # Servers have process groups of their own and must not outlive this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    servers, good = list[Server](), True
     try:
+        servers += [start(name, args) for name in args.servers.split(",")]
         ready = list(wait_ready(servers, args.ready_seconds))
         for server in ready:
             for other in ready:
