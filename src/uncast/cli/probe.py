@@ -13,6 +13,7 @@ from rich.console import Console
 from uncast.attention import ProblemError, registry
 from uncast.attention.registry import UnknownBackend
 from uncast.attention.verified import cache_path
+from uncast.cache_folder import keep_kernels
 from uncast.cli.main import UsageError
 from uncast.cli.probe_tables import claims_lines, failures_table, progress, rows_table
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
@@ -75,6 +76,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     _usage(lambda: [row_layout(name) for name in filters.layouts or ()])
     device, arch = device_here()
+    if device == "cuda":
+        keep_kernels(lambda sentence: print(f"uncast: warning: {sentence}", file=sys.stderr))
     seconds = args.timeout or DEFAULT_SECONDS[device]
     with progress(sys.stderr) as on_row:
         report = _usage(
