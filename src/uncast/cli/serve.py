@@ -57,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     limits, config = EngineConfig(), ServerConfig("")
     parser = argparse.ArgumentParser(
         prog="uncast serve",
-        description="Serve an MLA model with the OpenAI API. The latent cache is read as it is stored.",
+        description="Serve an MLA model with the OpenAI API. The latent cache is read as it is stored. The port opens after a "
+        "warm-up of every path.",
         epilog="example: uncast serve --model tiny-glm --port 8000 --kv-cache-dtype fp8_ds_mla --api-key secret",
     )
     add = parser.add_argument
