@@ -196,3 +196,26 @@ def test_end_tokens_of_both_files_count(folder: Path) -> None:
             CheckpointError, match=r"generation_config.json has eos_token_id = .* from 0 to 511 is needed"
         ):
             load_config(folder)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_device_gets_its_tensors_and_nothing_stays_behind(packed: bool, folder: Path) -> None:
+    """The device `meta` stands for a GPU: whatever is not moved there is left on the host, and an operation on both would fail."""
+    if packed:
+        to_fp8_blocks(folder)
+    model = load_model(folder, dtype=torch.bfloat16, device="meta")
+    found: list[str] = []
+
+    def walk(value: object, where: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value.device.type)
+            assert value.device.type == "meta", where
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                walk(item, f"{where}[{index}]")
+        elif type(value).__module__.startswith("uncast") and hasattr(value, "__dict__"):
+            for name, item in vars(value).items():
+                walk(item, f"{where}.{name}")
+
+    walk(model, "model")
+    assert len(found) >= 40

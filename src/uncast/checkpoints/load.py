@@ -180,7 +180,10 @@ class LayerLoader:
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A dense tensor, whatever it is stored as."""
-        return self.source.get(name, shape, dtype or self.dtype).to(self.device)
+        if self.device.type == "cpu":
+            return self.source.get(name, shape, dtype or self.dtype)
+        # straight from the file's mapping to the GPU, without a copy of it on the host
+        return self.source.fill(name, torch.empty(shape, dtype=dtype or self.dtype, device=self.device))
 
     def weight(self, name: str, *shape: int) -> Weight:
         """A matrix of a linear layer, packed if it is stored packed."""
@@ -315,10 +318,9 @@ class LayerLoader:
         gate, up = (self.packed(name, intermediate, hidden) for name in names)
         both = None if gate is None or up is None else concat_rows(gate, up)
         if both is None:  # dense, packed in two ways, or blocks would straddle the seam
-            dense = torch.empty(2 * intermediate, hidden, dtype=self.dtype)
-            for name, part in zip(names, dense.chunk(2), strict=True):
+            both = torch.empty(2 * intermediate, hidden, dtype=self.dtype, device=self.device)
+            for name, part in zip(names, both.chunk(2), strict=True):
                 self.source.fill(name, part)
-            both = dense.to(self.device)
         return MLP(both, self.weight(prefix + "down_proj.weight", hidden, intermediate))
 
     def moe(self, prefix: str) -> MoE:
