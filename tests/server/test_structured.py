@@ -31,6 +31,7 @@ PLACE: dict[str, Any] = {
         "near": {"$ref": "#/$defs/near"},
     },
     "required": ["unit", "age", "near"],
+    "additionalProperties": False,
     "$defs": {"near": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
 }
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "d", "parameters": PLACE}}
