@@ -181,8 +181,12 @@ class Server:
         self.post("/generate", {"input_ids": ids, "sampling_params": sampling}, timeout=self.args.timeout)
 
     def profile(self) -> None:
-        """A profile of three decode steps of one request, as `uncast doctor --url` asks for one."""
-        self.post("/start_profile", {"num_steps": 6, "activities": ["CPU", "GPU"], "record_shapes": True}, 30)
+        """A profile of one request's first steps, as `uncast doctor --url` asks for one."""
+        self.post(
+            "/start_profile",
+            {"num_steps": 6, "activities": ["CPU", "GPU"], "record_shapes": True, "with_stack": False},
+            30,
+        )
         self.generate(1, 10)
 
     def measure(self) -> dict[int, list[float]]:
