@@ -113,6 +113,23 @@ def test_greedy_text_is_the_same_in_both_modes(glm: MLADecoder, words: Tokenizer
         assert engine.stats().steps_total < 0.75 * sum(map(len, texts[0]))
 
 
+def test_drafts_in_static_buffers_are_the_eager_ones(glm: MLADecoder, words: Tokenizer) -> None:
+    """The same guesses, so the same ones are accepted, in as many steps and bytes; requests of which some draft no more."""
+    rng, sides = random.Random(8), []
+    requests = [replace(r, params=SamplingParams(), stop=(), ignore_eos=True) for r in heldout_requests(words, rng, 5)]
+    for static in (False, True):
+        engine = make_engine(glm, words, pages=80, speculate=3, static=static, max_step_tokens=64)
+        outputs = run_all(engine, requests, rng=random.Random(1))
+        found = engine.stats()
+        assert (engine.runner.decode_steps is not None) == static and found.draft_tokens_accepted_total > 20
+        sides.append((
+            found.draft_tokens_total, found.draft_tokens_accepted_total, found.steps_total, found.cache_bytes_needed_total,
+            found.cache_bytes_read_total, {name: tokens_of(of) for name, of in outputs.items()},
+            engine.runner.pool.storage.clone(),
+        ))  # fmt: skip
+    assert sides[0][:-1] == sides[1][:-1] and torch.equal(sides[0][-1], sides[1][-1])
+
+
 def test_sampled_tokens_follow_the_model_and_their_seed(glm: MLADecoder, words: Tokenizer) -> None:
     """Of many seeds, the first three new tokens are as frequent as the model's own probabilities say, and each seed gives what
     it gives without drafts."""

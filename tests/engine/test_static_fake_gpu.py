@@ -9,6 +9,7 @@ import torch
 
 from tests.fake_cuda import FakeGpu, HostSync, fake_cuda
 from tests.models.fake_gpu import config_of, meta_model
+from uncast.engine.batch import Batch
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.engine.sampler import Draw
 
@@ -68,7 +69,7 @@ def test_a_launch_makes_nobody_wait(gpu: FakeGpu, family: str, packed: str, layo
         assert size.needed == size.read == 2 * 72 * per_layer and size.written == 0
 
 
-def test_verification_of_drafts_is_captured(gpu: FakeGpu) -> None:
+def test_verification_and_draft_chains_are_captured(gpu: FakeGpu) -> None:
     runner = make_runner(gpu, "glm_flash", drafts=True)
     assert runner.capture(4, drafts=[2]) is None
     sequences = cached(runner, 3)
@@ -76,7 +77,17 @@ def test_verification_of_drafts_is_captured(gpu: FakeGpu) -> None:
         sequence.drafts = [5, 6]
     logits = runner.step([(sequence, 3) for sequence in sequences])
     assert logits.shape == (9, runner.model.config.vocab_size)
-    assert [part.shape for part in runner.hidden] == [(3, runner.model.config.hidden_size)] * 3
+    hidden = runner.model.config.hidden_size
+    assert [part.shape for part in runner.hidden] == [(3, hidden)] * 3
+    batch = Batch()
+    for sequence in sequences:
+        batch.add(5, sequence.cached, -1)
+        batch.close(sequence.pages, sequence.cached + 1)
+    gpu.launches.clear()
+    slots = [[7, 8, 9], [10, -1, 11]]
+    found = runner.draft_chain(batch, gpu.empty(3, hidden), slots)
+    assert found.shape == (2, 3) and gpu.names().count("rope_write_kernel") == 2
+    assert sum(launch.kind == "copy" for launch in gpu.launches) == 3  # rows, block tables, guesses
 
 
 def test_experts_that_the_host_calls_are_refused(gpu: FakeGpu) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from uncast.attention import MLAPagedAttention, ProblemSpec, Refused
 from uncast.engine.sequence import Sequence
+from uncast.engine.static_draft import StaticDraft
 from uncast.engine.static_step import BUCKETS, StaticStep, StepParts, StepRequest
 from uncast.models.decoder import MLADecoder
 from uncast.models.layers import ExpertStack, MoE
@@ -41,12 +42,14 @@ class DecodeSteps:
     Attributes:
         decode: one token of each request.
         verify: by number of drafts; in deterministic mode all are `decode`'s, whose every row is a request.
+        draft: passes of the MTP layer after the first draft, of which two or more drafts have some.
     """
 
     def __init__(
         self, parts: StepParts, max_requests: int, drafts: Seq[int] = (), *, graphs: bool, buckets: Seq[int] = BUCKETS
     ) -> None:
         self._deterministic = parts.deterministic
+        self.draft = StaticDraft(parts, max_requests, buckets) if max(drafts, default=0) > 1 else None
         if parts.deterministic:
             max_requests *= 1 + max(drafts, default=0)
         self.decode = StaticStep(parts, max_requests, 1, buckets)
@@ -54,6 +57,8 @@ class DecodeSteps:
                        if count and not parts.deterministic}  # fmt: skip
         for step in (self.decode, *self.verify.values()):
             step.prepare(graphs)
+        if self.draft is not None:
+            self.draft.prepare(graphs)
 
     def find(self, chunks: Seq[tuple[Sequence, int]]) -> tuple[StaticStep, list[StepRequest]] | None:
         """The static step that these chunks fit, and its requests; None if they have to be run eagerly. Logits of all its

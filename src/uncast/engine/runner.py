@@ -300,6 +300,11 @@ class ModelRunner:
         Returns:
             int64 [passes, rows] on the host: each pass's likeliest tokens; of rows that draft no more they mean nothing.
         """
+        static = None if self.decode_steps is None else self.decode_steps.draft
+        size = None if static is None else static.size_for(len(batch.ids))
+        if static is not None and size is not None:
+            self._draft_plans.append((static.counted(size, batch.kv_lens), len(slots)))
+            return static.run(size, batch, hidden, slots).cpu()
         lengths = torch.tensor(batch.kv_lens, dtype=torch.int32, device=self.model.device)
         self._draft_plans.append((self._plan(batch, self.pool, lengths), len(slots)))
         inputs, found = self._inputs(batch, self.pool), list[torch.Tensor]()

@@ -159,7 +159,7 @@ class StaticStep:
         for part in reversed(self._all):
             for topk in topks:
                 call = self._planned(part, topk)
-                part.run[topk] = _captured(call, pool) if graphs else call
+                part.run[topk] = captured(call, pool) if graphs else call
                 part.run[topk]()
 
     def run(self, requests: Seq[StepRequest], draws: Seq[tuple[int, Draw]] = ()) -> int:
@@ -298,7 +298,7 @@ def to_device(
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _captured(call: Callable[[], None], pool: Any) -> Callable[[], None]:
+def captured(call: Callable[[], None], pool: Any) -> Callable[[], None]:
     """`call` as the replay of a CUDA graph; it runs a few times before, so that everything is compiled and loaded."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
