@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests.engine.workload import PAGE, alone, make_engine, random_requests, run_all, tokens_of
+from tests.fixtures import build_hf
+from uncast.checkpoints.load import load_model
 from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.engine.sampler import SamplingParams
@@ -67,14 +69,25 @@ def test_a_crowd_equals_solo_runs_bit_for_bit(
     assert whole > 8
 
 
-@pytest.mark.parametrize("layout", ["fp8_ds_mla", "fp8_e4m3", "bf16"])
-def test_a_step_is_the_eager_one_bit_for_bit(model: MLADecoder, layout: str) -> None:
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> MLADecoder:
+    """Selects 16 tokens, so that some steps are dense and some sparse."""
+    folder = tmp_path_factory.mktemp("sparse")
+    build_hf("glm_moe_dsa", folder, num_hidden_layers=2)
+    return load_model(folder)
+
+
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "fp8_e4m3", "bf16", "sparse"])
+def test_a_step_is_the_eager_one_bit_for_bit(model: MLADecoder, sparse: MLADecoder, layout: str) -> None:
     """The default mode, with a bucket for every size: logits, cache bytes, counters and byte counts of steps of 1 to 6 requests
     that come and go."""
     sides = []
     for static in (False, True):
         rng = random.Random(1)
-        runner = ModelRunner(model, kv_layout=layout, num_pages=60, page_size=PAGE)
+        if layout == "sparse":
+            runner = ModelRunner(sparse, num_pages=60, page_size=PAGE)
+        else:
+            runner = ModelRunner(model, kv_layout=layout, num_pages=60, page_size=PAGE)
         if static:
             assert runner.capture(6) is None
         sequences = [Sequence([rng.randrange(512) for _ in range(3 + 7 * index)]) for index in range(6)]
@@ -83,7 +96,7 @@ def test_a_step_is_the_eager_one_bit_for_bit(model: MLADecoder, layout: str) -> 
             runner.step([(sequence, len(sequence.tokens))])
         found = []
         for _ in range(20):
-            chosen = rng.sample(sequences, rng.randint(1, 6))
+            chosen = rng.sample(sequences, rng.randint(1, 6)) if rng.random() < 0.8 else sequences[:1]
             for sequence in chosen:
                 sequence.tokens.append(rng.randrange(512))
             logits = runner.step([(sequence, 1) for sequence in chosen]).clone()

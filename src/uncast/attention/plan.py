@@ -36,6 +36,11 @@ class AttentionPlan:
         are on the host, no count waits for a device."""
         return replace(self, _counted=problem)
 
+    @property
+    def counted(self) -> Problem:
+        """The problem whose lengths the byte counts are of."""
+        return self._counted
+
     @cached_property
     def bytes_needed(self) -> int:
         """Cache bytes that attention over this batch must read once: live (sparse: selected) rows times row_bytes."""

@@ -82,4 +82,4 @@ def _key_bytes_read(config: ModelConfig, pool: PagedPool, plan: AttentionPlan) -
     if config.indexer is None or pool.index_layout is None or not plan.problem.spec.topk:
         return 0
     per_key = pool.index_layout.row_bytes * len(config.indexer.full_layers)
-    return keys_read(plan.problem, config.indexer.num_heads) * per_key
+    return keys_read(plan.counted, config.indexer.num_heads) * per_key
