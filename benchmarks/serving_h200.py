@@ -47,7 +47,8 @@ COLUMNS = (
 )  # fmt: skip
 COLD_TOKENS = 4
 HERE = Path(__file__).resolve()
-OFFLINE_GIB, POOL_SLACK = 8, 4096
+VLLM_POOL_GIB, POOL_SLACK = 8, 4096
+_IN_VLLM = "SERVING_H200_IN_VLLM"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def vllm_options(args: argparse.Namespace, backend: str) -> dict[str, Any]:
     options = {
         "model": args.model, "dtype": "bfloat16", "kv_cache_dtype": "fp8", "max_num_seqs": args.widest,
         "max_model_len": max(case.context for case in args.cases) + args.tokens + 64, "max_num_batched_tokens": 8192,
-        "kv_cache_memory_bytes": OFFLINE_GIB << 30, "seed": 0, "compilation_config": graphs,
+        "kv_cache_memory_bytes": VLLM_POOL_GIB << 30, "seed": 0, "compilation_config": graphs,
     }  # fmt: skip
     return options | ({"attention_backend": backend} if backend else {})
 
@@ -133,7 +134,7 @@ def start(name: str, args: argparse.Namespace) -> Server:
     port, log = free_port(), args.out / f"server-{name.replace(':', '-')}.log"
     more = {
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork", "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork", "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     process = subprocess.Popen(
@@ -281,9 +282,11 @@ def old_torch() -> None:
 
 
 def run_vllm(argv: list[str]) -> None:
-    """vLLM's server, as `python -m vllm.entrypoints.openai.api_server` starts it; its processes are forks of this one."""
+    """vLLM's server, as `python -m vllm.entrypoints.openai.api_server` starts it. Its processes are forks of this one, or
+    import this file again."""
     import runpy
 
+    os.environ[_IN_VLLM] = "1"
     old_torch()
     sys.argv = ["vllm.entrypoints.openai.api_server", *argv]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
@@ -345,5 +348,7 @@ def main() -> int:
     return 0 if good else 1
 
 
+if os.environ.get(_IN_VLLM):
+    old_torch()
 if __name__ == "__main__":
     sys.exit(main())
