@@ -59,10 +59,11 @@ class Maker:
         assert c.moe is not None
         ones, hidden, width = self._ones, c.hidden_size, c.moe.intermediate_size
         q_rank = c.q_lora_rank or 0
+        both = self.dense(q_rank + c.kv_lora_rank + c.qk_rope_head_dim, hidden)
         attention = MLAWeights(
-            q_a=self.dense(q_rank, hidden), q_a_norm=ones(q_rank),
+            q_a=both[:q_rank], q_a_norm=ones(q_rank), qkv_a=both,
             q_b=self.dense(c.num_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), q_rank),
-            kv_a=self.dense(c.kv_lora_rank + c.qk_rope_head_dim, hidden), kv_a_norm=ones(c.kv_lora_rank),
+            kv_a=both[q_rank:], kv_a_norm=ones(c.kv_lora_rank),
             w_uk=self.dense(c.num_heads, c.qk_nope_head_dim, c.kv_lora_rank),
             w_uv=self.dense(c.num_heads, c.v_head_dim, c.kv_lora_rank), o=self.dense(hidden, c.num_heads * c.v_head_dim),
             indexer=self.indexer(c, index),

@@ -200,7 +200,7 @@ def test_end_tokens_of_both_files_count(folder: Path) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_device_gets_its_tensors_and_nothing_stays_behind(packed: bool, folder: Path) -> None:
-    """The device `meta` stands for a GPU: whatever is not moved there is left on the host, and an operation on both would fail."""
+    """The device `meta` stands for a GPU: what is not moved there is left on the host, where no operation would find it."""
     if packed:
         to_fp8_blocks(folder)
     model = load_model(folder, dtype=torch.bfloat16, device="meta")

@@ -10,8 +10,9 @@ import torch
 
 from uncast.attention import MLAPagedAttention
 from uncast.attention.oracle import relative_errors
+from uncast.models.attend import absorbed, by_chunk
 from uncast.models.config import ModelConfig
-from uncast.models.decoder import MLAWeights, _absorbed, _by_chunk
+from uncast.models.decoder import MLAWeights
 from uncast.models.unabsorbed import split_prefill
 
 pytestmark = [
@@ -57,15 +58,15 @@ def test_a_ragged_step(layout: str) -> None:
     weights = MLAWeights(None, None, unused, unused, unused, w_uk, w_uv, unused)
     query = normal(ends[-1], 20, 256)
     q_nope, q_pe = query[..., :192], query[..., 192:]
-    absorbed = _absorbed(weights, q_nope, q_pe, cache, attention, scales)
+    dense = absorbed(weights, q_nope, q_pe, cache, attention, scales)
     for mode, count in (("unabsorbed", 3), ("auto", None)):
         split = split_prefill(CONFIG, mode, attention)
         if count is None:
             assert split is None, "chunks this short are not worth their launches"
             continue
         assert split is not None and len(split.chunks) == count and split.rest is not None
-        got = _by_chunk(CONFIG, weights, q_nope, q_pe, cache, split, scales)
+        got = by_chunk(CONFIG, weights, q_nope, q_pe, cache, split, scales)
         # The absorbed step rounds queries and latent outputs to bf16, hence the wider bounds.
-        errors = relative_errors(got, absorbed.double())
+        errors = relative_errors(got, dense.double())
         assert errors[0] <= 3e-2 and errors[1] <= 6e-3, errors
     assert split_prefill(CONFIG, "absorbed", attention) is None

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from uncast.attention import MLAPagedAttention
 from uncast.latent.codec import Scale
+from uncast.models.attend import absorbed, by_chunk, project_down
 from uncast.models.config import ModelConfig
 from uncast.models.experts import MLP
 from uncast.models.fused import add_norm, latent_parts, on_kernels, rms_norm, rotate, scaled
@@ -27,7 +28,7 @@ from uncast.models.indexer import IndexCache, Indexer, IndexerWeights
 from uncast.models.layers import MoE
 from uncast.models.parallel import Parallel, ShardedMLP, ShardedMoE
 from uncast.models.rope import Rope
-from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, attend_chunks, split_prefill
+from uncast.models.unabsorbed import PREFILL_MODES, PrefillSplit, split_prefill
 from uncast.quant.matmul import linear
 from uncast.quant.packed import Weight
 
@@ -241,7 +242,7 @@ class MLADecoder:
         batch, angles = step.batch, step.angles
         external = batch.attention.kv_layout == "fp8_e4m3"
         ckv_scale, kpe_scale = (weights.ckv_scale, weights.kpe_scale) if external else (None, None)
-        q_row, kv_row = _down(weights, x, config.q_lora_rank)
+        q_row, kv_row = project_down(weights, x, config.q_lora_rank)
         turns = batch.attention.fuses_rope and on_kernels(kv_row)  # keys and queries are rotated as rows are written
         c_q, ckv, kpe = latent_parts(
             q_row,
@@ -271,9 +272,9 @@ class MLADecoder:
         else:
             q_pe = rotate(self.rope, q_pe, angles)
         if step.split is None:
-            values = _absorbed(weights, q_nope, q_pe, cache, batch.attention, scales, step.indices)
+            values = absorbed(weights, q_nope, q_pe, cache, batch.attention, scales, step.indices)
         else:
-            values = _by_chunk(config, weights, q_nope, q_pe, cache, step.split, scales)
+            values = by_chunk(config, weights, q_nope, q_pe, cache, step.split, scales)
         project = linear if self.parallel is None else self.parallel.project
         return project(values.reshape(tokens, -1), weights.o)
 
@@ -288,52 +289,3 @@ class MLADecoder:
         if problem.spec.topk == 0:
             return None
         return indexer.select(weights, x, c_q, step.angles, batch.index, problem)
-
-
-def _down(weights: MLAWeights, x: torch.Tensor, q_lora_rank: int | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """x's down-projections: to the query latent, None without one, and to latent and key."""
-    if weights.qkv_a is not None:
-        both = linear(x, weights.qkv_a)
-        return both[:, :q_lora_rank], both[:, q_lora_rank:]
-    return None if weights.q_a is None else linear(x, weights.q_a), linear(x, weights.kv_a)
-
-
-def _absorbed(
-    weights: MLAWeights,
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    cache: torch.Tensor,
-    attention: MLAPagedAttention,
-    scales: tuple[Scale, Scale],
-    indices: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Values [n, heads, v] of queries [n, heads, nope] and [n, heads, rope] that `attention` is planned for."""
-    absorbed = torch.bmm(q_nope.transpose(0, 1), weights.w_uk).transpose(0, 1)
-    latent = attention.run(absorbed, q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1], indices=indices)
-    assert isinstance(latent, torch.Tensor)
-    if not latent.is_cuda:
-        return torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
-    values = latent.new_empty(latent.shape[0], *weights.w_uv.shape[:2])  # where the product is to lie for o
-    torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2), out=values.transpose(0, 1))
-    return values
-
-
-def _by_chunk(
-    config: ModelConfig,
-    weights: MLAWeights,
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    cache: torch.Tensor,
-    split: PrefillSplit,
-    scales: tuple[Scale, Scale],
-) -> torch.Tensor:
-    """The same where some requests go un-absorbed."""
-    values = q_nope.new_empty(q_nope.shape[0], config.num_heads, config.v_head_dim)
-    if split.rest is not None:
-        rest = split.rows
-        values[rest] = _absorbed(weights, q_nope[rest], q_pe[rest], cache, split.rest, scales)
-    attend_chunks(
-        q_nope, q_pe, cache, split, weights.w_uk, weights.w_uv, values,
-        sm_scale=config.sm_scale, ckv_scale=scales[0], kpe_scale=scales[1],
-    )  # fmt: skip
-    return values
