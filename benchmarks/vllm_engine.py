@@ -118,7 +118,7 @@ def run_engine(name: str, args: argparse.Namespace) -> None:
     model, wanted, dtype = name.split(":")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's objects are looked into
     if not hasattr(torch.accelerator, "empty_host_cache"):  # torch below 2.12, which vLLM 0.33 otherwise runs on
-        torch.accelerator.empty_host_cache = lambda: None
+        torch.accelerator.empty_host_cache = lambda *_, **__: None
     import vllm
 
     with tempfile.TemporaryDirectory() as folder:
