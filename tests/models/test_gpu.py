@@ -18,13 +18,14 @@ pytest.importorskip("transformers")
 from tests.checkpoints.packed_files import to_compressed_tensors, to_fp8_blocks, to_modelopt
 from tests.fixtures import build_hf
 from tests.models.helpers import Chunk, ragged_step
-from uncast.checkpoints.load import load_model
+from uncast.checkpoints.load import load_config, load_model
 from uncast.latent.index_keys import index_layout, matching_layout
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
 from uncast.models.decoder import MLADecoder
 
-SLACK, FLOOR = 1.3, 4e-3
+SLACK, SPARSE_SLACK, FLOOR = 1.3, 2.0, 4e-3
+"""Sparse attention: tokens near the edge of the choice go either way with the last bit of a score."""
 FAMILIES = ("glm4_moe_lite", "deepseek_v2_lite", "deepseek_v3", "glm_moe_dsa_52", "deepseek_v32")
 LAYOUTS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 FORMATS: dict[str, Callable[[Path], object]] = {
@@ -77,8 +78,9 @@ def check(folder: Path, layout: str, device: str) -> None:
     backend = "native" if device == "cuda" else "torch_cpu"
     got = logits(load_model(folder, dtype=torch.bfloat16, device=device), layout, backend)
     assert bool(got.isfinite().all())
+    slack = SPARSE_SLACK if load_config(folder).indexer is not None else SLACK
     for mine, theirs in zip(deciles(got, reference), on_cpu, strict=True):
-        assert mine <= SLACK * theirs + FLOOR, (deciles(got, reference), on_cpu)
+        assert mine <= slack * theirs + FLOOR, (deciles(got, reference), on_cpu)
 
 
 def test_the_comparison_itself_on_a_cpu(tmp_path: Path) -> None:
