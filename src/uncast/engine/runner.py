@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from uncast.attention import AttentionPlan, MLAPagedAttention, ProblemSpec
-from uncast.attention.metadata import arch_of
+from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.batch import Batch
 from uncast.engine.decode_steps import DecodeSteps, graph_refusal
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
+from uncast.engine.planning import Planning
 from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool
 from uncast.engine.sampler import Draw
 from uncast.engine.sequence import MTPState, Rows, Sequence, tiles, whole
@@ -25,8 +23,6 @@ from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
 from uncast.models.decoder import ForwardBatch, MLADecoder
 from uncast.models.indexer import IndexCache
-from uncast.verify.indexer_probe import probe_indexer
-from uncast.verify.probe import probe_combination
 
 __all__ = ["MTPState", "ModelRunner", "Rows", "RunnerError", "Sequence", "StepBytes"]
 
@@ -77,6 +73,7 @@ class ModelRunner:
         self.drafts, self.hidden = drafts, list[torch.Tensor]()
         self.pool = make_pool(config, layout, num_pages, page_size, model.device, keys, int(drafts))
         self.attention = MLAPagedAttention(attention_backend)
+        self._planning = Planning.of(model, self.pool, deterministic=deterministic)
         self.counters = new_counters(model.device)
         self._decoder = with_fixed_rows(model) if deterministic else model
         # Where no request can have more tokens than it may select, attention is dense.
@@ -94,24 +91,7 @@ class ModelRunner:
             self._probe(max_q_len)
         if self.deterministic:
             self._check_fixed_rows()
-        return self.attention.resolve(self._spec(1, self._max_topk))
-
-    def _spec(self, max_q_len: int, topk: int) -> ProblemSpec:
-        config = self.model.config
-        return ProblemSpec(
-            num_heads=config.num_heads,
-            head_dim_ckv=config.kv_lora_rank,
-            head_dim_kpe=config.qk_rope_head_dim,
-            page_size=self.page_size,
-            kv_layout=self.pool.layout.name,
-            q_data_type=self.model.dtype,
-            sm_scale=config.sm_scale,
-            device=self.model.device.type,
-            arch=arch_of(self.model.device),
-            batch_invariant=self.deterministic,
-            max_q_len=max_q_len,
-            topk=topk,
-        )
+        return self.attention.resolve(self._planning.spec(1, self._max_topk))
 
     def probe(self, max_q_len: int) -> None:
         """Checks attention of requests with up to so many queries, dense and sparse as this model's steps are: against the
@@ -123,18 +103,9 @@ class ModelRunner:
         self._probe(1 if self.deterministic else max_q_len, thorough=True)
 
     def _probe(self, max_q_len: int, *, thorough: bool = False) -> None:
-        topk, indexer = self._max_topk, self.model.config.indexer
-        for wanted in {topk} if self.deterministic else {0, topk}:
-            spec = self._spec(max_q_len, wanted)
-            result = probe_combination(self.attention.resolve(spec), spec, thorough=thorough)
-            if not result.verified:
-                raise RunnerError(result.reason)
-        if topk and indexer is not None and self.pool.index_layout is not None:
-            spec = self._spec(max_q_len, topk)
-            name = self.attention.resolve(spec)
-            fault = probe_indexer(name, spec, indexer.num_heads, self.pool.index_layout)
-            if fault:
-                raise RunnerError(fault)
+        topk = self._max_topk
+        self._planning.check(self.attention, max_q_len, {topk} if self.deterministic else {0, topk}, thorough=thorough)
+        self._planning.check_indexer(self.attention, max_q_len, topk, self.model, self.pool)
 
     def ensure_pages(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocates pages so that `sequence` can hold `num_tokens` rows.
@@ -161,13 +132,13 @@ class ModelRunner:
             None, or a sentence that says why every step stays eager.
         """
         device, topk = self.model.device, self._max_topk
-        reason = graph_refusal(self._decoder, self.attention.requested, self._spec(1, topk))
+        reason = graph_refusal(self._decoder, self.attention.requested, self._planning.spec(1, topk))
         if reason is not None:
             return reason
         longest = min(self.pool.num_pages * self.page_size, self.model.config.max_position_embeddings)
         parts = StepParts(
             self._decoder, self.pool, self.counters, self.attention.requested, self.deterministic, self.drafts, topk,
-            self.pool.pages_for(longest), self._plan_static,
+            self.pool.pages_for(longest), self._planning,
         )  # fmt: skip
         on = device.type == "cuda" if graphs is None else graphs and device.type == "cuda"
         self.decode_steps = DecodeSteps(parts, max_requests, drafts, graphs=on, buckets=buckets)
@@ -325,44 +296,7 @@ class ModelRunner:
         return logits[torch.tensor(batch.wanted, device=logits.device)]
 
     def _plan(self, batch: Batch, pool: PagedPool, lengths: torch.Tensor | None = None) -> AttentionPlan:
-        """Plans attention; `lengths` is the buffer of sequence lengths, for a caller that refills it. Its bytes are counted by
-        what the host knows."""
-        device = self.model.device
-        ends, lens = (torch.tensor(values, dtype=torch.int32) for values in (batch.ends, batch.kv_lens))
-        plan = self.attention.plan(
-            ends.to(device),
-            block_tables=pool.block_table(batch.tables),
-            seq_lens=lens.to(device) if lengths is None else lengths,
-            max_q_len=batch.max_q_len,
-            total_q=batch.ends[-1],
-            **self._planning(pool, self._topk(batch)),
-        )
-        if plan.copy_layout is not None:  # such a backend's bytes depend on page numbers, too
-            return plan
-        return plan.counting(replace(plan.problem, qo_indptr=ends, kv_len_arr=lens))
-
-    def _planning(self, pool: PagedPool, topk: int) -> dict[str, Any]:
-        """What every plan says alike."""
-        config = self.model.config
-        return {
-            "num_heads": config.num_heads, "head_dim_ckv": config.kv_lora_rank, "head_dim_kpe": config.qk_rope_head_dim,
-            "page_size": self.page_size, "sm_scale": config.sm_scale, "q_data_type": self.model.dtype,
-            "kv_layout": pool.layout.name, "num_pages": pool.num_pages, "batch_invariant": self.deterministic, "topk": topk,
-        }  # fmt: skip
-
-    def _plan_static(
-        self,
-        attention: MLAPagedAttention,
-        starts: torch.Tensor,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        q_len: int,
-        topk: int,
-    ) -> AttentionPlan:
-        return attention.plan(
-            starts, block_tables=tables, seq_lens=lengths, max_q_len=q_len, total_q=q_len * lengths.shape[0],
-            **self._planning(self.pool, topk),
-        )  # fmt: skip
+        return self._planning.plan_batch(self.attention, batch, pool, self._topk(batch), lengths)
 
     def _inputs(self, batch: Batch, pool: PagedPool) -> ForwardBatch:
         device = self.model.device

@@ -26,6 +26,7 @@ import torch
 
 from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.fixed_rows import ROW_TILE
+from uncast.engine.planning import Planning
 from uncast.engine.sampler import Draw, sample_rows
 from uncast.latent.pool import PagedPool
 from uncast.models.decoder import ForwardBatch, MLADecoder
@@ -44,7 +45,6 @@ class StepParts:
     """What of a runner its steps are made of.
 
     Attributes:
-        plan: plans attention of a part: (object, qo_indptr, block tables, lengths, q_len, topk).
         max_topk: of steps with sparse attention; 0: there are none.
         width: pages of the longest request.
     """
@@ -57,7 +57,7 @@ class StepParts:
     drafts: bool
     max_topk: int
     width: int
-    plan: Callable[[MLAPagedAttention, torch.Tensor, torch.Tensor, torch.Tensor, int, int], AttentionPlan]
+    planning: Planning
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ class StaticStep:
         attention = MLAPagedAttention(parts.backend, cuda_graph=self._device.type == "cuda")
         starts = torch.arange(size + 1, dtype=torch.int32, device=self._device) * self.q_len
         requests = slice(part.first, part.last)
-        part.plans[topk] = parts.plan(
-            attention, starts, self._tables[requests], self._lengths[requests], self.q_len, topk
+        part.plans[topk] = parts.planning.plan_static(
+            attention, parts.pool, starts, self._tables[requests], self._lengths[requests], self.q_len, topk
         )
         index = None
         if parts.pool.index_storage is not None and parts.pool.index_layout is not None:
