@@ -39,6 +39,7 @@ if [ "$(cat "$tree/commit" 2> /dev/null)" != "$(cat "$here/commit")" ]; then
   cp "$here/commit" "$tree/"
 fi
 export PYTHONPATH="$tree/site${PYTHONPATH:+:$PYTHONPATH}" UNCAST_CACHE_DIR=${UNCAST_CACHE_DIR:-/tmp/uncast-cache} PYTHONWARNINGS=ignore
+export UNCAST_COMMIT=$(cut -c1-7 "$here/commit")
 script=$1
 shift
 exec bash "$tree/benchmarks/$script" "$@"
