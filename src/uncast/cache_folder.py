@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,15 +30,16 @@ def cache_folder(part: str) -> Path:
     return (Path(xdg) if os.path.isabs(xdg) else _home() / ".cache") / "uncast" / part
 
 
-def keep_kernels(warn: Callable[[str], None]) -> Path:
+def keep_kernels(warn: Callable[[str], None] | None = None) -> Path:
     """Has Triton keep compiled kernels where uncast does and processes of one host compile each only once.
 
     Works by Triton's environment variables, which child processes inherit; those that the user has set stay. Where nothing can
-    be kept, kernels go to a folder that is removed at the end, and `warn` is told in a sentence.
+    be kept, kernels go to a folder that is removed at the end, and `warn` is told in a sentence (None: stderr).
 
     Returns:
         The folder of the kernels.
     """
+    warn = _to_stderr if warn is None else warn
     given = os.environ.get("TRITON_CACHE_DIR")
     if not given and os.environ.get("TRITON_HOME"):
         given = os.path.join(os.environ["TRITON_HOME"], ".triton", "cache")
@@ -67,6 +69,10 @@ def why_not_writable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
+
+
+def _to_stderr(sentence: str) -> None:
+    print(f"uncast: warning: {sentence}", file=sys.stderr)
 
 
 def _home() -> Path:

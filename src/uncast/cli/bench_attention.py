@@ -16,6 +16,7 @@ from rich.table import Table
 from uncast.bench.attention import REFERENCE_SHAPES, AttentionResult, Shape, bench_attention
 from uncast.bench.contenders import installed
 from uncast.bench.plot import check_matplotlib, plot_attention
+from uncast.cache_folder import keep_kernels
 from uncast.cli.csv_file import check_writable, write_csv
 
 
@@ -68,6 +69,7 @@ def measure(shapes: list[Shape], only: list[str] | None) -> list[AttentionResult
     contenders = {name: entry for name, entry in installed().items() if not only or any(text in name for text in only)}
     if not contenders:
         raise ValueError(f"no installed contender matches {only}: {', '.join(installed())}")
+    keep_kernels()
     console, results = Console(highlight=False, width=120), []
     for result in bench_attention(shapes, contenders, report=lambda line: print(f"refused: {line}", file=sys.stderr)):
         results.append(result)

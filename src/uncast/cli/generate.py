@@ -221,7 +221,7 @@ def load_with_bar(
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} layers"))
     first = parallel is None or parallel.rank == 0
     if device == "cuda":
-        keep_kernels(_warn if first else lambda sentence: None)
+        keep_kernels(None if first else lambda sentence: None)
     console = Console(file=sys.stderr, quiet=quiet or not first)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {folder.name}", total=layers)
@@ -239,7 +239,3 @@ def load_with_bar(
     if device == "cpu" and model.config.hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return model
-
-
-def _warn(sentence: str) -> None:
-    print(f"uncast: warning: {sentence}", file=sys.stderr)

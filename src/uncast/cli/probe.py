@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     _usage(lambda: [row_layout(name) for name in filters.layouts or ()])
     device, arch = device_here()
     if device == "cuda":
-        keep_kernels(lambda sentence: print(f"uncast: warning: {sentence}", file=sys.stderr))
+        keep_kernels()
     seconds = args.timeout or DEFAULT_SECONDS[device]
     with progress(sys.stderr) as on_row:
         report = _usage(
