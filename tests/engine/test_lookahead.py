@@ -133,6 +133,24 @@ def test_rows_of_no_one_are_nowhere(model: MLADecoder) -> None:
     assert all(abs(ours - alone) <= 3 for ours, alone in zip(runner.counters.tolist(), counted, strict=True))
 
 
+def test_more_pages_than_a_context_has_change_no_one_elses(model: MLADecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block tables are as wide as the context; a request that is longer runs eagerly."""
+    monkeypatch.setattr(model, "config", replace(model.config, max_position_embeddings=2 * PAGE))
+    found = []
+    for static in (False, True):
+        runner = ModelRunner(model, num_pages=40, page_size=PAGE)
+        assert not static or runner.capture(3) is None
+        sequences = [Sequence([5 + index] * (2 * PAGE)) for index in range(3)]
+        for sequence in sequences:
+            runner.ensure_pages(sequence, 5 * PAGE)
+            runner.step([(sequence, 2 * PAGE - 1)])
+        found.append(runner.step([(sequence, 1) for sequence in sequences]).clone())
+        for sequence in sequences:
+            sequence.tokens.append(9)
+        found.append(runner.step([(sequence, 1) for sequence in sequences]).clone())
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tokens_are_fed_from_the_step_before(model: MLADecoder, deterministic: bool) -> None:
     """Two launches before anything is read; rows move to other places, and one request leaves."""

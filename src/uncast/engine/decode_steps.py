@@ -75,7 +75,7 @@ class DecodeSteps:
             step, q_lens = found, [found.q_len] * len(chunks)
         else:
             return None
-        if len(q_lens) > step.max_requests:
+        if len(q_lens) > step.max_requests or any(s.cached + count > step.longest for s, count in chunks):
             return None
         return step, [
             StepRequest(sequence.pages, last, [sequence.token(place) for place in range(last - step.q_len, last)])

@@ -62,8 +62,9 @@ class StaticDraft:
         places = [[*of_pass, *[-1] * (size - rows)] for of_pass in slots]
         sent = to_device([[*batch.ids, *none], [*before, *none], [*lengths, *none], *places], self._device)
         self._state[:, :size].copy_(sent[:3])
-        width = max(len(pages) for pages in batch.tables)
-        tables = to_device([[*pages, *[0] * (width - len(pages))] for pages in batch.tables], self._device, torch.int32)
+        width = min(self._parts.width, max(len(pages) for pages in batch.tables))
+        padded = [[*pages[:width], *[0] * (width - len(pages))] for pages in batch.tables]
+        tables = to_device(padded, self._device, torch.int32)
         self._tables[:rows, :width].copy_(tables)
         self._hidden[:rows].copy_(hidden)
         found = torch.empty((passes, size), dtype=torch.int64, device=self._device)

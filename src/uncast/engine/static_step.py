@@ -147,6 +147,11 @@ class StaticStep:
         self.used: list[AttentionPlan] = []
 
     @property
+    def longest(self) -> int:
+        """Cached rows that a request may have."""
+        return self._parts.width * self._parts.pool.page_size
+
+    @property
     def sizes(self) -> list[int]:
         """Requests of each part."""
         return [part.last - part.first for part in self._all]
@@ -210,7 +215,7 @@ class StaticStep:
         """Sends the entries of block tables that are not there yet."""
         places, values = list[range](), list[Seq[int]]()
         for row, request in enumerate(requests):
-            held, pages = self._held[row], request.pages
+            held, pages = self._held[row], request.pages[: self._parts.width]  # more than a context has may be reserved
             if held == pages:
                 continue
             known = len(held) if pages[: len(held)] == held else 0
