@@ -19,12 +19,31 @@ export UNCAST_COMMIT=${UNCAST_COMMIT:-$(git -C "$here" rev-parse --short HEAD 2>
 extra=${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3}
 
+apply() { # whichever of the two is there
+  if command -v patch > /dev/null; then patch -p1 -s < "$1"; elif command -v git > /dev/null; then git apply "$1"; else "$python" - "$1"; fi << 'END'
+import re, sys
+from pathlib import Path
+for part in re.split(r"(?m)^--- .*\n(?=\+\+\+ )", Path(sys.argv[1]).read_text())[1:]:
+    name, body = part.split("\n", 1)
+    path = Path(name.removeprefix("+++ b/"))
+    text = path.read_text() if path.exists() else ""
+    for hunk in re.split(r"(?m)^(?=@@)", body)[1:]:
+        at = int(re.match(r"@@ -\d+(?:,\d+)? \+(\d+)", hunk)[1])
+        lines = [line for line in hunk.splitlines(True)[1:] if line[0] in " +-"]
+        old = "".join(line[1:] for line in lines if line[0] != "+")
+        new = "".join(line[1:] for line in lines if line[0] != "-")
+        places = [m.start() for m in re.finditer(re.escape(old), text)] or sys.exit(f"{path}: no place for a hunk")
+        best = min(places, key=lambda place: abs(text.count("\n", 0, place) + 1 - at))
+        text = text[:best] + new + text[best + len(old) :]
+    path.write_text(text)
+END
+}
 tree() { # NAME PATCH...
   local name=$1 patch
   shift
   mkdir "$work/$name" && cp -r "$here/src" "$here/tests" "$here/benchmarks" "$here/pyproject.toml" "$work/$name" || exit 2
   for patch in "$@"; do
-    (cd "$work/$name" && patch -p1 -s < "benchmarks/sparse_candidates/$patch.patch") || { echo "FAIL $patch.patch does not apply"; exit 2; }
+    (cd "$work/$name" && apply "benchmarks/sparse_candidates/$patch.patch") || { echo "FAIL $patch.patch does not apply"; exit 2; }
   done
 }
 bench() { # TREE ARGUMENT...
