@@ -13,6 +13,7 @@ from tests.tiny_model import build_model_folder
 from uncast.checkpoints.bundled import BUNDLED
 from uncast.checkpoints.load import load_model
 from uncast.engine.core import Engine, EngineConfig
+from uncast.engine.prefix_cache import PrefixCache
 from uncast.engine.runner import ModelRunner
 from uncast.engine.tokenizer import Tokenizer
 from uncast.engine.warm_up import WarmUpError, sizes, warm_up
@@ -166,6 +167,23 @@ def test_a_pool_with_room_for_hardly_anything(model: MLADecoder, pages: int, pag
     for every in (False, True):
         warm_up(engine, every_size=every)
         check_untouched(engine, before)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_prompt_finds_its_beginning_cached(
+    model: MLADecoder, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hits: list[int] = []
+    match = PrefixCache.match
+
+    def record(cache: PrefixCache, *args: Any) -> Any:
+        pages, node = match(cache, *args)
+        hits.append(len(pages))
+        return pages, node
+
+    monkeypatch.setattr(PrefixCache, "match", record)
+    warm_up(engine_of(model, page_size=page_size, deterministic=True))
+    assert [found for found in hits if found] == [2 if page_size == 16 else 1]
 
 
 def test_one_request_at_a_time(model: MLADecoder) -> None:

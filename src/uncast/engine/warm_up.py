@@ -152,7 +152,7 @@ class _Paths:
         for size in sizes(chunk, every=self._every)[:-1] if self._every else ():
             with _path(f"a prompt of {size} tokens"):
                 self._finish(scratch, [self._request(size)])
-        over_prefix = self._request((2 if self._every else 1) * chunk + SHORT)
+        over_prefix = self._request(max((2 if self._every else 1) * chunk, self.runner.page_size) + SHORT)
         with _path(f"a prompt of {len(over_prefix.prompt)} tokens in chunks of up to {chunk}"):
             self._finish(scratch, [over_prefix])
         with _path("a prompt whose beginning is cached"):
