@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.engine.test_lookahead import device_requests, facts
-from tests.engine.workload import alone, make_engine, run_all
+from tests.engine.workload import alone, make_engine, run_all, tokens_of
 from tests.tiny_model import build_model_folder
+from uncast.checkpoints.bundled import BUNDLED
 from uncast.checkpoints.load import load_model
+from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.engine.sampler import Draw
 from uncast.engine.tokenizer import Tokenizer
@@ -79,7 +81,9 @@ def test_a_replay_is_the_call_and_repeats(
     for other in sides[1:3]:
         assert torch.equal(sides[0][0], other[0]) and torch.equal(sides[0][1], other[1]) and sides[0][2] == other[2]
     logits, eager = sides[0][0].double(), sides[3][0].double()
-    assert float((logits - eager).norm() / eager.norm()) < 2e-2
+    errors = (logits - eager).norm(dim=-1) / eager.norm(dim=-1)
+    assert float(errors.median()) < 2e-2  # a row whose experts or tokens are chosen otherwise, at a tie, may be far off
+    assert float((errors > 0.2).double().mean()) < 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,6 +117,29 @@ def test_a_crowd_equals_solo_runs_bit_for_bit(models: dict[str, tuple[MLADecoder
         assert torch.equal(torch.stack(crowd.logits[name][:count]), torch.stack(single.logits[name][:count]))
         if got[-1].finish_reason != "abort":
             assert facts(got) == facts(expected)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_drafts_change_no_greedy_text(deterministic: bool) -> None:
+    """Draft chains and their verification as replays. In the default mode a text may part from the other one at a tie."""
+    model, words = (
+        load_model(BUNDLED["tiny-glm"], dtype=torch.bfloat16, device="cuda", mtp=True),
+        Tokenizer(BUNDLED["tiny-glm"]),
+    )
+    text = (BUNDLED["tiny-glm"] / "heldout.txt").read_text(encoding="utf-8")
+    prompts = [words.encode(text[start : start + 80]) for start in range(0, 16_000, 2_000)]
+    found = []
+    for drafts in (0, 1, 3):
+        engine = make_engine(
+            model, words, pages=200, deterministic=deterministic, speculate=drafts, static=True, max_step_tokens=64
+        )
+        requests = [Request(p, max_tokens=40, ignore_eos=True, request_id=f"{i}") for i, p in enumerate(prompts)]
+        outputs = run_all(engine, requests)
+        found.append([tokens_of(outputs[request.request_id]) for request in requests])
+        assert drafts == 0 or engine.stats().draft_tokens_accepted_total > 0.3 * engine.stats().draft_tokens_total
+    for other in found[1:]:
+        changed = sum(ours != theirs for ours, theirs in zip(found[0], other, strict=True))
+        assert changed == 0 if deterministic else changed <= 3
 
 
 def test_memory_stays_as_it_is(models: dict[str, tuple[MLADecoder, Tokenizer]]) -> None:
