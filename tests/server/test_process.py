@@ -46,6 +46,17 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(long_folder: 
         assert "Traceback" not in server.output and "6 running requests have 60 s" in server.output
 
 
+@pytest.mark.parametrize(("options", "steps"), [((), 1), (("--max-step-tokens", "16", "--max-running", "8"), 3)])
+def test_long_prompts_take_as_many_steps_as_the_option_says(
+    long_folder: Path, options: tuple[str, ...], steps: int
+) -> None:
+    with ServerProcess(long_folder, *options) as server:
+        before = metrics(server.url)["uncast_steps_total"]
+        answer = post(server.url + COMPLETE, {"prompt": list(range(5, 45)), "max_tokens": 1, "ignore_eos": True})
+        assert answer.json()["usage"]["prompt_tokens"] == 40
+        assert metrics(server.url)["uncast_steps_total"] - before == steps
+
+
 def _stream(url: str, body: dict[str, Any]) -> list[str]:
     with httpx.stream("POST", url + COMPLETE, json={**body, "stream": True}, timeout=60) as response:
         return [line for line in response.iter_lines() if line]
@@ -105,6 +116,7 @@ def serve_here(folder: Path, *options: str) -> tuple[int, str]:
         (["--profile-dir", "/proc/traces"], 1, "cannot write to /proc/traces"),
         (["--max-queue", "0"], 2, "max_queue is 0: at least 1 is needed"),
         (["--max-running", "0"], 2, "max_running is 0: at least 1 is needed"),
+        (["--max-step-tokens", "63"], 2, "max_step_tokens is 63: it must be at least max_running, 64"),
         (["--max-body-bytes", "0"], 2, "max_body_bytes is 0: at least 1 is needed"),
         (["--grace-seconds", "-1"], 2, "grace_seconds is -1.0: allowed is 0 or more"),
         (["--grace-seconds", "nan"], 2, "grace_seconds is nan: allowed is 0 or more"),

@@ -49,6 +49,8 @@ from uncast.server.state import ServerConfig
 _ERRORS = (CheckpointError, LayoutError, ProblemError, Refused, RunnerError, SamplingError, UnknownBackend, ValueError)
 _CPU_POOL_BYTES = 1 << 30
 _GPU_POOL_SHARE = 0.8
+# A step of 256 rows reads the same weights as one of 2,048 and keeps a GPU waiting for them.
+_GPU_STEP_TOKENS = 2048
 _LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -80,6 +82,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--page-size", type=int, default=64, help="cache rows per page, a power of two 1..128 (default: 64)")
     add("--kv-pool-tokens", type=int, help="rows of the KV pool (default: what memory allows, 1 GiB on a CPU)")
     add("--max-running", type=int, default=limits.max_running, help="requests in one batch (default: %(default)s)")
+    add(
+        "--max-step-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of one step: a long prompt is computed in chunks of what its decodes leave of them (default: "
+        f"{limits.max_step_tokens}, on a GPU {_GPU_STEP_TOKENS}; at least --max-running)",
+    )
     add(
         "--max-queue",
         type=int,
@@ -144,7 +153,7 @@ def _run(args: argparse.Namespace, clock: StartClock) -> int:
     limits = EngineConfig(
         max_running=args.max_running,
         max_waiting=args.max_queue,
-        max_step_tokens=max(args.max_running, EngineConfig.max_step_tokens),
+        max_step_tokens=_step_tokens(args),
         speculate=speculate.count,
     )
     server_config = ServerConfig(
@@ -212,6 +221,13 @@ def _kernel_counts() -> Callable[[], Mapping[str, int]] | None:
     from uncast.kernels.compile_once import counts  # needs Triton
 
     return counts
+
+
+def _step_tokens(args: argparse.Namespace) -> int:
+    if args.max_step_tokens is not None:
+        return int(args.max_step_tokens)
+    usual = _GPU_STEP_TOKENS if torch.cuda.is_available() else EngineConfig.max_step_tokens
+    return max(int(args.max_running), usual)
 
 
 def _check_cache_options(args: argparse.Namespace, config: ModelConfig) -> None:
