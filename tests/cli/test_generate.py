@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.tiny_model import build_model_folder
+from uncast.checkpoints.load import load_config
 from uncast.cli.generate import load_with_bar
 from uncast.cli.main import main
 
@@ -265,10 +266,10 @@ def test_a_small_model_computes_on_one_thread_unless_the_user_says_otherwise(
     try:
         torch.set_num_threads(2)
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        load_with_bar(folder, 2, quiet=True)
+        load_with_bar(folder, load_config(folder), quiet=True)
         assert torch.get_num_threads() == 2
         monkeypatch.delenv("OMP_NUM_THREADS")
-        load_with_bar(folder, 2, quiet=True)
+        load_with_bar(folder, load_config(folder), quiet=True)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
             f"context {args.context}, {args.rounds} rounds and {WARM_UP_STEPS} steps of warm-up exceed the model's "
             f"{config.max_position_embeddings} positions"
         )
-    model = load_with_bar(folder, config.num_layers)
+    model = load_with_bar(folder, config)
     backend = resolve_backend(args.attention_backend, model, args.kv_cache_dtype)
     small = -(-(args.context + steps) // PAGE_SIZE) * PAGE_SIZE
     backends = [backend, f"pool_cast:{backend}"] if args.kv_cache_dtype.startswith("fp8") else [backend]

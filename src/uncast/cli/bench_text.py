@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     config, tokenizer = load_config(folder), Tokenizer(folder)
     if not 16 <= args.context <= config.max_position_embeddings:
         raise ValueError(f"context is {args.context}: allowed are 16 to {config.max_position_embeddings}")
-    model = load_with_bar(folder, config.num_layers)
+    model = load_with_bar(folder, config)
     rows: list[dict[str, object]] = []
     table = Table("cache", "bits per byte", box=None, padding=(0, 2, 0, 0))
     for layout in args.layouts:

@@ -36,6 +36,7 @@ from uncast.engine.runner import RunnerError
 from uncast.engine.sampler import SamplingError, SamplingParams
 from uncast.engine.tokenizer import TemplateError, Tokenizer
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError
+from uncast.models.config import ModelConfig
 from uncast.models.decoder import MLADecoder
 from uncast.models.parallel import Parallel
 from uncast.quant.packed import DEFAULT_CACHE_BYTES
@@ -125,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
     def load(parallel: Parallel | None) -> MLADecoder:
         layout, cache = args.kv_cache_dtype if scales is None else "auto", weight_cache_bytes(args)
         model = load_with_bar(
-            folder, config.num_layers, quiet=args.json, kv_layout=layout, parallel=parallel, cache_bytes=cache,
+            folder, config, quiet=args.json, kv_layout=layout, parallel=parallel, cache_bytes=cache,
             mtp=speculate.drafts,
         )  # fmt: skip
         if scales is not None:
@@ -195,7 +196,7 @@ def _sampling(args: argparse.Namespace, folder: Path, vocab_size: int) -> Sampli
 
 def load_with_bar(
     folder: Path,
-    layers: int,
+    config: ModelConfig,
     *,
     quiet: bool = False,
     kv_layout: str = "auto",
@@ -204,9 +205,11 @@ def load_with_bar(
     mtp: bool = False,
 ) -> MLADecoder:
     """Loads a model in float32 on the CPU, in BF16 on a GPU, with a progress bar and the checkpoint's notes on stderr. On a GPU
-    the kernels that it will compile are kept.
+    the kernels that it will compile are kept; on a CPU a small model is loaded and computed on one thread, unless
+    OMP_NUM_THREADS is set.
 
     Args:
+        config: the folder's.
         kv_layout: of the cache; with `fp8_e4m3` missing scales are noted.
         parallel: the group that shares the model; only rank 0 shows anything.
         mtp: load the MTP layer, too.
@@ -217,6 +220,8 @@ def load_with_bar(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if device == "cpu" and config.hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     notes: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} layers"))
     first = parallel is None or parallel.rank == 0
@@ -224,7 +229,7 @@ def load_with_bar(
         keep_kernels(None if first else lambda sentence: None)
     console = Console(file=sys.stderr, quiet=quiet or not first)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"loading {folder.name}", total=layers)
+        task = bar.add_task(f"loading {folder.name}", total=config.num_layers)
         try:
             model = load_model(
                 folder, dtype=dtype, device=device, note=notes.append, parallel=parallel, cache_bytes=cache_bytes,
@@ -236,6 +241,4 @@ def load_with_bar(
         notes.append(sentence)
     for sentence in dict.fromkeys(notes) if first else ():
         print(f"uncast: note: {sentence}", file=sys.stderr)
-    if device == "cpu" and model.config.hidden_size < SMALL_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     return model

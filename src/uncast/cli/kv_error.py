@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     config = load_config(folder)
     prompts, cut = _prompts(args, Tokenizer(folder, config.vocab_size), config)
     layouts = _layouts(args, config)
-    model = load_with_bar(folder, config.num_layers, quiet=args.json)
+    model = load_with_bar(folder, config, quiet=args.json)
     meter = KVErrorMeter(model, layouts, max_tokens=max(map(len, prompts)))
     scales = calibrated(meter.largest(prompts)) if LAYOUT in layouts or args.write_scales is not None else None
     contenders = _contenders(layouts, model, scales)

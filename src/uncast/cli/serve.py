@@ -170,7 +170,7 @@ def _run(args: argparse.Namespace, clock: StartClock) -> int:
     def load_model(parallel: Parallel | None) -> MLADecoder:
         layout = args.kv_cache_dtype if scales is None else "auto"
         model = load_with_bar(
-            folder, config.num_layers, kv_layout=layout, parallel=parallel, cache_bytes=cache, mtp=speculate.drafts
+            folder, config, kv_layout=layout, parallel=parallel, cache_bytes=cache, mtp=speculate.drafts
         )
         if scales is not None:
             apply_kv_scales(model, scales)
