@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import socket
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -366,3 +369,47 @@ def test_the_row_of_a_closed_loop() -> None:
 def test_loads_that_cannot_be(make: Any) -> None:
     with pytest.raises(ValueError, match="is needed"):
         make()
+
+
+async def packed_wrongly(c: Connection) -> None:
+    await c.raw(b"HTTP/1.1 500 x\r\ncontent-encoding: gzip\r\ncontent-length: 3\r\n\r\nabc")
+
+
+async def strange_characters(c: Connection) -> None:
+    await c.whole(b'{"error": {"message": "\\ud800 a \\u001b[31m"}}', 500)
+
+
+@pytest.mark.parametrize(("handler", "kind"), [(packed_wrongly, "broken answer"), (strange_characters, "HTTP 500")])
+def test_bodies_that_cannot_be_shown_are_failures_on_one_line(handler: Handler, kind: str) -> None:
+    result = run(handler, 2)
+    assert result.failures == {kind: 2} and all(answer.detail.isprintable() for answer in result.answers)
+
+
+def test_the_list_of_models_has_a_time_as_a_whole() -> None:
+    """One byte now and then would reset a time between two bytes."""
+
+    def drip(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with contextlib.suppress(OSError), connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n")
+            for _ in range(50):
+                connection.sendall(b" ")
+                time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+        with pytest.raises(ServerError, match=r"within 0.4 s"):
+            discover(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.4)
+
+
+def test_a_body_that_is_no_json_is_refused_before_it_is_sent() -> None:
+    for wrong in ({"a": float("inf")}, {"a": "\ud800"}):
+        with pytest.raises(ValueError, match="extra_body cannot be sent"):
+            Endpoint("http://127.0.0.1:1", "m", extra=wrong)
+    with pytest.raises(ValueError, match="model cannot be sent"):
+        Endpoint("http://127.0.0.1:1", "\udcff")
+
+
+def test_more_places_than_prompts() -> None:
+    assert len(run(paced, 2, Closed(10**12)).complete) == 2

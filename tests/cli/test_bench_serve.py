@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,6 +155,9 @@ def test_a_server_that_does_not_list_its_models(capsys: pytest.CaptureFixture[st
         (["--extra-body", '{"a": NaN}'], "a JSON object"),
         (["--extra-body", '{"n": 2}'], "has n"),
         (["--csv", "/nowhere/x.csv"], "cannot write"),
+        (["--csv", "same.out", "--plot", "./same.out"], "give two files"),
+        (["--extra-body", '{"a": 1e999}'], "extra_body cannot be sent"),
+        (["--extra-body", '{"a": "\\ud800"}'], "extra_body cannot be sent"),
     ],
 )
 def test_wrong_options_are_one_sentence(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,3 +179,40 @@ def test_without_torch_and_without_httpx(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert bench("--url", "http://127.0.0.1:1") == 1
     assert capsys.readouterr().err == "uncast: bench serve needs httpx: pip install 'uncast[bench]'\n"
+
+
+def test_prompts_that_utf8_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"good"\n"\\ud800"\n')
+    with fake_server(good) as server:
+        assert bench("--url", server.url, "--prompts", path) == 2 and not server.requests
+    assert "line 2 holds half of a surrogate pair" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["interrupt", "refusal"])
+def test_loads_that_are_over_are_kept(
+    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt or a dead server in the second load: the first one's row, picture and figures are there."""
+    from uncast.bench import serve
+    from uncast.bench.serve import ServerError
+
+    whole, calls = serve.measure, []
+
+    def measure(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt if ending == "interrupt" else ServerError("it is gone")
+        return whole(*args, **options)
+
+    monkeypatch.setattr(serve, "measure", measure)
+    table, picture = tmp_path / "serve.csv", tmp_path / "serve.png"
+    drawn = ["--plot", picture] if find_spec("matplotlib") else []
+    with fake_server(good) as server:
+        options = ["--model", r"a$\\frac$", "--num-prompts", 2, "--concurrency", 1, 2, "--csv", table, *drawn, "--json"]
+        assert bench("--url", server.url, *options) == (130 if ending == "interrupt" else 1)
+    facts = json.loads(capsys.readouterr().out)
+    assert [load["load"] for load in facts["loads"]] == ["concurrency 1"]
+    with table.open() as file:
+        assert [row["complete"] for row in csv.DictReader(file)] == ["2"]
+    assert not drawn or picture.read_bytes().startswith(b"\x89PNG")

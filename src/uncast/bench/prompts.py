@@ -54,9 +54,13 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _parse(line: str, path: Path, number: int) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(line)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{path}, line {number} holds half of a surrogate pair, which is no character") from None
     except (ValueError, RecursionError):
         raise ValueError(f"{path}, line {number} is not JSON") from None
+    return value
 
 
 def _value(value: Any) -> str | Messages | None:

@@ -16,12 +16,12 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import httpx
 
-from uncast.bench.serve_request import Answer, Endpoint, Prompt, ask
+from uncast.bench.serve_request import Answer, Endpoint, Prompt, ask, printable
 
 __all__ = ["Answer", "Closed", "Endpoint", "Load", "LoadResult", "Open", "Prompt", "ServerError", "discover", "measure"]
 
@@ -140,18 +140,23 @@ def discover(url: str, api_key: str | None = None, *, timeout_s: float = 30.0) -
         ServerError: there is no answer, or one that names no model.
     """
     headers = Endpoint(url, "", api_key=api_key).headers
+
+    async def get() -> httpx.Response:
+        async with asyncio.timeout(timeout_s), httpx.AsyncClient(trust_env=False, timeout=None) as client:
+            return await client.get(f"{url}/v1/models", headers=headers)
+
     try:
-        with httpx.Client(trust_env=False, timeout=timeout_s) as client:
-            response = client.get(f"{url}/v1/models", headers=headers)
-    except httpx.TransportError as error:
-        raise ServerError(f"{url} does not answer: {error or type(error).__name__}") from None
+        response = asyncio.run(get())
+    except TimeoutError:
+        raise ServerError(f"{url} does not answer within {timeout_s:g} s") from None
+    except httpx.HTTPError as error:
+        raise ServerError(f"{url} does not answer: {printable(str(error)) or type(error).__name__}") from None
     if response.status_code != 200:
-        raise ServerError(
-            f"{url}/v1/models answered {response.status_code}: {response.text.strip()[:200] or 'nothing'}"
-        )
+        said = printable(response.text)[:200] or "nothing"
+        raise ServerError(f"{url}/v1/models answered {response.status_code}: {said}")
     try:
         first = json.loads(response.content)["data"][0]
-        return Server(str(first["id"]), str(first.get("owned_by") or "unknown"))
+        return Server(str(first["id"]), printable(str(first.get("owned_by") or "unknown")))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise ServerError(f"{url}/v1/models does not list a model: is it an OpenAI endpoint?") from None
 
@@ -247,7 +252,7 @@ class _Run:
         self._progress(self._done)
         return answer
 
-    async def closed(self, prompts: Iterable[Prompt]) -> list[Answer]:
+    async def closed(self, prompts: Sequence[Prompt]) -> list[Answer]:
         waiting, answers = iter(prompts), list[Answer]()
 
         async def worker() -> None:
@@ -257,7 +262,7 @@ class _Run:
                     return
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._width):
+            for _ in range(min(self._width, len(prompts))):
                 group.create_task(worker())
         return sorted(answers, key=lambda answer: answer.due)
 

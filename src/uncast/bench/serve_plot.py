@@ -42,7 +42,7 @@ def plot_loads(results: Sequence[LoadResult], path: Path, *, title: str) -> None
     found = [figures(result) for result in results]
     rates.bar([f.load.replace(" ", "\n") for f in found], [f.output_tokens_per_s for f in found])
     rates.set_title("output tokens per second")
-    figure.suptitle(title)
+    figure.suptitle(title.replace("$", r"\$"))  # a model's name is no formula
     try:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:

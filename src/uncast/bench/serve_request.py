@@ -22,6 +22,21 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")
 """Of a chat chunk's `delta`: what counts as tokens. vLLM and others call reasoning differently."""
 
 
+def check_sendable(value: Any, what: str) -> None:
+    """Raises `ValueError` for what no body can hold: infinite numbers (`1e999` is read as one), half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"{what} cannot be sent as JSON in UTF-8: it holds a number or character that this cannot say"
+        ) from None
+
+
+def printable(text: str) -> str:
+    """Foreign text on one line of at most 300 characters, without control characters and halves of surrogate pairs."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split())[:300])
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """Where and how to ask.
@@ -45,11 +60,13 @@ class Endpoint:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a key or a time that cannot be."""
+        """Raises `ValueError` for a key, a time, or fields of a body that cannot be."""
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ValueError("api_key holds characters that an HTTP header cannot hold")
         if not 0 < self.timeout_s < 1e9:
             raise ValueError(f"timeout is {self.timeout_s:g}: seconds above 0 are needed")
+        check_sendable(self.model, "model")
+        check_sendable(dict(self.extra), "extra_body")
 
     @property
     def headers(self) -> dict[str, str]:
@@ -91,7 +108,7 @@ class Answer:
 
     def fail(self, kind: str, detail: str) -> None:
         """Notes that the request has failed now."""
-        self.failure, self.detail, self.end = kind, " ".join(detail.split())[:300], time.perf_counter()
+        self.failure, self.detail, self.end = kind, printable(detail), time.perf_counter()
 
     @property
     def tokens(self) -> int:
@@ -182,6 +199,8 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, prompt: Prompt, due
         answer.fail("no connection", str(error))
     except httpx.TransportError as error:
         answer.fail("connection lost", str(error) or type(error).__name__)
+    except httpx.HTTPError as error:  # a body that is not packed as its header says
+        answer.fail("broken answer", str(error) or type(error).__name__)
     return answer
 
 

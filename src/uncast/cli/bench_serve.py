@@ -118,6 +118,8 @@ def _run(args: argparse.Namespace) -> int:
 
     for path in (args.csv, args.plot):
         check_writable(path)
+    if args.csv is not None and args.plot is not None and args.csv.resolve() == args.plot.resolve():
+        raise ValueError(f"csv and plot are both {str(args.csv)!r}: give two files")
     if args.plot is not None:
         check_matplotlib()
     loads, url, api_key = _loads(args), base_url(args.url), args.api_key or os.environ.get("UNCAST_API_KEY") or None
@@ -130,19 +132,21 @@ def _run(args: argparse.Namespace) -> int:
     if not args.json:
         how = "" if endpoint.stream else ", not streamed"
         print(f"{endpoint.model} on {server.owner} at {url}, {args.endpoint}{how}: {source.what}")
-    for index, load in enumerate(loads):
-        result = _measure(endpoint, source.prompts(index), load, args)
-        results.append(result)
-        found.append(figures(result))
-        if not args.json:
-            _print(found[-1], result)
-    facts = {"url": url, "server": server.owner, "model": endpoint.model, "endpoint": args.endpoint}
-    if args.json:
-        print(json.dumps({**facts, "loads": [one.json() for one in found]}, ensure_ascii=False))
-    if args.csv is not None:
-        write_csv(args.csv, [{**facts, **one.row()} for one in found])
-    if args.plot is not None and any(result.complete for result in results):
-        plot_loads(results, args.plot, title=f"{endpoint.model} on {server.owner}: {source.what}")
+    try:
+        for index, load in enumerate(loads):
+            result = _measure(endpoint, source.prompts(index), load, args)
+            results.append(result)
+            found.append(figures(result))
+            if not args.json:
+                _print(found[-1], result)
+    finally:  # an interrupt, or a server that is gone by the next load, takes nothing of the loads before
+        facts = {"url": url, "server": server.owner, "model": endpoint.model, "endpoint": args.endpoint}
+        if args.json and found:
+            print(json.dumps({**facts, "loads": [one.json() for one in found]}, ensure_ascii=False))
+        if args.csv is not None and found:
+            write_csv(args.csv, [{**facts, **one.row()} for one in found])
+        if args.plot is not None and any(result.complete for result in results):
+            plot_loads(results, args.plot, title=f"{endpoint.model} on {server.owner}: {source.what}")
     return 0 if all(result.good for result in results) else 1
 
 
