@@ -413,3 +413,28 @@ def test_a_body_that_is_no_json_is_refused_before_it_is_sent() -> None:
 
 def test_more_places_than_prompts() -> None:
     assert len(run(paced, 2, Closed(10**12)).complete) == 2
+
+
+def test_a_long_line_in_small_pieces_is_read_in_linear_time() -> None:
+    reader, began = EventReader(), time.process_time()
+    for _ in range(8 << 10):
+        assert reader.push(b"a" * (1 << 10)) == []
+    assert reader.push(b"\ndata: x\n\n") == ["x"]
+    assert time.process_time() - began < 2.0, "8 MiB: quadratic would be 32 GiB of copies"
+    with pytest.raises(ValueError, match="more than"):
+        for _ in range(17):
+            reader.push(b"a" * (1 << 20))
+
+
+async def count_of_nothing(c: Connection) -> None:
+    await c.whole({"choices": [{"text": "a"}], "usage": {"prompt_tokens": True, "completion_tokens": 10**300}})
+
+
+async def choices_of_text(c: Connection) -> None:
+    await c.whole({"choices": "a"})
+
+
+def test_whole_answers_of_another_form() -> None:
+    (answer,) = run(count_of_nothing, stream=False).complete
+    assert answer.prompt_tokens is None and answer.output_tokens is None
+    assert run(choices_of_text, stream=False).failures == {"broken answer": 1}

@@ -138,6 +138,10 @@ def test_a_server_that_does_not_list_its_models(capsys: pytest.CaptureFixture[st
     ("options", "words"),
     [
         (["--url", "localhost:8000"], "an address such as"),
+        (["--url", "http://127.0.0.1:99999"], "an address such as"),
+        (["--url", "http://127.0.0.1:-1"], "an address such as"),
+        (["--url", "http://xn--a"], "an address such as"),
+        (["--api-key", "key "], "api_key"),
         (["--concurrency", "0"], "concurrency is 0"),
         (["--request-rate", "-1"], "request_rate is -1"),
         (["--request-rate", "nan"], "request_rate is nan"),

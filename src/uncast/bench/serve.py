@@ -126,9 +126,10 @@ def base_url(text: str) -> str:
     """
     try:
         url = httpx.URL(text)
+        fine = url.scheme in ("http", "https") and url.host and 0 < (url.port or 80) < 2**16
     except (httpx.InvalidURL, ValueError):
-        url = httpx.URL("")
-    if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
+        fine = False
+    if not fine or url.query or url.fragment:
         raise ValueError(f"url is {text!r:.200}: an address such as http://127.0.0.1:8000 is needed")
     return str(url).rstrip("/").removesuffix("/v1")
 
@@ -156,7 +157,9 @@ def discover(url: str, api_key: str | None = None, *, timeout_s: float = 30.0) -
         raise ServerError(f"{url}/v1/models answered {response.status_code}: {said}")
     try:
         first = json.loads(response.content)["data"][0]
-        return Server(str(first["id"]), printable(str(first.get("owned_by") or "unknown")))
+        if not isinstance(first["id"], str) or not first["id"]:
+            raise ValueError("a model without a name")
+        return Server(first["id"], printable(str(first.get("owned_by") or "unknown")))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise ServerError(f"{url}/v1/models does not list a model: is it an OpenAI endpoint?") from None
 

@@ -18,6 +18,8 @@ import httpx
 
 MAX_EVENT_BYTES = 16 << 20
 _DONE = "[DONE]"
+_MOST_TOKENS = 1 << 40
+"""Of one answer; a larger count is no count."""
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")
 """Of a chat chunk's `delta`: what counts as tokens. vLLM and others call reasoning differently."""
 
@@ -61,7 +63,8 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for a key, a time, or fields of a body that cannot be."""
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+        key = self.api_key or ""
+        if not (key.isascii() and key.isprintable() and key == key.strip()):
             raise ValueError("api_key holds characters that an HTTP header cannot hold")
         if not 0 < self.timeout_s < 1e9:
             raise ValueError(f"timeout is {self.timeout_s:g}: seconds above 0 are needed")
@@ -151,7 +154,7 @@ class EventReader:
     """The `data` of server-sent events from bytes that arrive in any pieces; comments and other fields are skipped."""
 
     def __init__(self) -> None:
-        self._rest, self._data = b"", list[bytes]()
+        self._pieces, self._size, self._data = list[bytes](), 0, list[bytes]()
 
     def push(self, raw: bytes) -> list[str]:
         """The events that these bytes complete.
@@ -159,8 +162,12 @@ class EventReader:
         Raises:
             ValueError: an event longer than `MAX_EVENT_BYTES`, or one that is not UTF-8.
         """
-        events = []
-        *lines, self._rest = (self._rest + raw).split(b"\n")
+        events, lines = [], list[bytes]()
+        self._pieces.append(raw)
+        self._size += len(raw)
+        if b"\n" in raw:  # a long line is joined once, not with every piece
+            *lines, rest = b"".join(self._pieces).split(b"\n")
+            self._pieces, self._size = [rest], len(rest)
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
@@ -168,7 +175,7 @@ class EventReader:
             elif not line and self._data:
                 events.append(b"\n".join(self._data).decode())
                 self._data = []
-        if len(self._rest) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
+        if self._size + sum(map(len, self._data)) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return events
 
@@ -259,7 +266,7 @@ def _note_usage(usage: Mapping[str, Any] | None, answer: Answer) -> None:
 
 def _count(fields: Mapping[str, Any], name: str) -> int | None:
     value = fields.get(name)
-    return value if isinstance(value, int) and value >= 0 else None
+    return value if type(value) is int and 0 <= value < _MOST_TOKENS else None
 
 
 async def _read_whole(response: httpx.Response, answer: Answer) -> None:
@@ -268,7 +275,7 @@ async def _read_whole(response: httpx.Response, answer: Answer) -> None:
     try:
         fields = json.loads(raw)
         _check_no_error(fields)
-        if not fields["choices"]:
+        if not fields["choices"] or not all(isinstance(choice, dict) for choice in fields["choices"]):
             raise ValueError("an answer without choices")
         _note_usage(fields.get("usage"), answer)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
