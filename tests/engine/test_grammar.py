@@ -222,6 +222,7 @@ for _ in range(100_000):
         (grammars.lark_grammar("start: nothing"), "nothing"),
         (grammars.lark_grammar("no start"), "."),
         (grammars.lark_grammar("start: " + "(" * 50_000), "nested"),
+        (grammars.regex_grammar("["), "unclosed character class"),
     ],
 )
 def test_what_cannot_be_compiled_is_one_sentence(compiler: GrammarCompiler, source: GrammarSource, words: str) -> None:

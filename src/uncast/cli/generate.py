@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("prompt", help="the text to continue, or with --chat the user's message")
     parser.add_argument(
-        "--model", default="tiny-glm", help=f"a Hugging Face folder, or one of {', '.join(BUNDLED)} (default)"
+        "--model", default="tiny-glm", help=f"a Hugging Face folder, a GGUF file, or {' or '.join(BUNDLED)} (default)"
     )
     parser.add_argument("--chat", action="store_true", help="render the prompt with the model's chat template")
     parser.add_argument(

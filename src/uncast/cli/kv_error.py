@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="example: uncast kv-error --model tiny-glm --prompts prompts.txt --write-scales scales.json --plot error.png",
     )
     add = parser.add_argument
-    add("--model", default="tiny-glm", help=f"a Hugging Face folder, or one of {', '.join(BUNDLED)} (default)")
+    add("--model", default="tiny-glm", help=f"a Hugging Face folder, a GGUF file, or {' or '.join(BUNDLED)} (default)")
     add("--prompts", type=Path, required=True, metavar="FILE", help="a prompt a line; a .jsonl file: strings, or objects with "
         "prompt, text or messages")  # fmt: skip
     add("--layouts", nargs="+", choices=_LAYOUTS, metavar="LAYOUT", help=f"of {', '.join(_LAYOUTS)} (default: the FP8 ones "

@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    add("--model", default="tiny-glm", help=f"a Hugging Face folder, or one of {', '.join(BUNDLED)} (default)")
+    add("--model", default="tiny-glm", help=f"a Hugging Face folder, a GGUF file, or {' or '.join(BUNDLED)} (default)")
     add("--served-model-name", metavar="NAME", help="the name in the API (default: the folder's)")
     add(
         "--kv-cache-dtype",
@@ -80,7 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--deterministic", action="store_true", help="a seeded request's text is the same in every batch, bit for bit")
     add("--speculate", default="off", metavar="auto|off|N", help=SPECULATE_HELP)
     add("--page-size", type=int, default=64, help="cache rows per page, a power of two 1..128 (default: 64)")
-    add("--kv-pool-tokens", type=int, help="rows of the KV pool (default: what memory allows, 1 GiB on a CPU)")
+    add(
+        "--kv-pool-tokens",
+        type=int,
+        help="rows of the KV pool (default: what memory allows, 1 GiB on a CPU; no more than full contexts of --max-running)",
+    )
     add("--max-running", type=int, default=limits.max_running, help="requests in one batch (default: %(default)s)")
     add(
         "--max-step-tokens",

@@ -301,7 +301,10 @@ class GrammarCompiler:
 
 
 def one_line(error: object) -> str:
-    """The first sentence of a library's message."""
+    """The first sentence of a library's message, with its reason where that stands in a later line, as for a regex."""
     lines = [line.strip() for line in str(error)[:2000].splitlines() if line.strip()]
     text = lines[0] if lines else "no reason was given"
+    if text.endswith(":"):
+        reasons = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+        text = f"{text} {reasons[0]}" if reasons else text
     return text if len(text) <= 300 else text[:297] + "..."
