@@ -21,6 +21,8 @@ from uncast.models.fields import Fields
 FORMAT = "uncast-kv-scales/1"
 LAYOUT = "fp8_e4m3"
 """The one layout whose scales lie outside its rows."""
+SMALLEST = 2.0**-126
+"""Kernels divide by a scale in float32, where a smaller one is 0 or has few bits."""
 _SIZES = ("hidden_size", "num_heads", "kv_lora_rank", "qk_rope_head_dim")
 
 
@@ -69,7 +71,7 @@ def read_kv_scales(
     scales = []
     for index, layer in enumerate(layers):
         one = Fields(layer, f"{path}, layer {index},", CheckpointError)
-        scales.append((one.number("ckv_scale"), one.number("kpe_scale")))
+        scales.append((one.number("ckv_scale", low=SMALLEST), one.number("kpe_scale", low=SMALLEST)))
     if written_for is None:
         note(f"{path} does not say which model it was measured on; its type and its number of layers fit this one")
     elif written_for != name:
