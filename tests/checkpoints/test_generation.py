@@ -42,8 +42,8 @@ def test_senseless_values_are_one_sentence(tmp_path: Path, name: str, value: str
         ('{"do_sample": "false"}', "do_sample = 'false': true or false is needed"),
         ('{"do_sample": true, "top_p": 0}', "top_p = 0: a positive number up to 1 is needed"),
         ('{"do_sample": true, "top_k": 50.7}', "top_k = 50.7: a non-negative integer is needed"),
-        ("[]", "holds a list, not a JSON object"),
-        ("null", "holds a NoneType, not a JSON object"),
+        ("[]", "holds JSON of type list, not an object"),
+        ("null", "holds JSON of type NoneType, not an object"),
     ],
 )
 def test_more_senseless_files(tmp_path: Path, text: str, sentence: str) -> None:

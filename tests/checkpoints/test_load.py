@@ -116,7 +116,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot read .*config.json: No such file"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="holds a list, not a JSON object"):
+    with pytest.raises(CheckpointError, match="holds JSON of type list, not an object"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):

@@ -63,7 +63,7 @@ def test_a_chat_in_an_open_loop_as_json(live: LiveServer, capsys: pytest.Capture
     options = ["--endpoint", "chat", "--num-prompts", 4, "--input-len", 60, "--output-len", 4, "--json"]
     assert bench("--url", live.url, "--request-rate", 50, "inf", *options) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["server"] == "uncast" and [one["load"] for one in found["loads"]] == ["rate 50/s", "rate inf/s"]
+    assert found["server"] == "uncast" and [one["load"] for one in found["loads"]] == ["rate 50/s", "all at once"]
     for one in found["loads"]:
         assert one["complete"] == 4 and 45 * 4 < one["prompt_tokens"] < 75 * 4, "about 60 tokens each"
         assert one["ttft_ms"]["p50"] > 0 and one["failures"] == {}

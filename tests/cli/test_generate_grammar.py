@@ -87,7 +87,7 @@ def test_in_a_chat_it_holds_after_the_reasoning(
         ("--json-schema", '{"type": "array", "uniqueItems": true}', "cannot be compiled: Unimplemented keys"),
         ("--json-schema", '{"oneOf": [{"enum": [1]}, {"enum": [2]}]}', "use anyOf"),
         ("--json-schema", "{", "is not JSON"),
-        ("--json-schema", "[]", "holds a list, not a JSON object"),
+        ("--json-schema", "[]", "holds JSON of type list, not an object"),
         ("--json-schema", None, "cannot read"),
         ("--grammar", "start: nothing", "cannot be compiled"),
         ("--grammar", None, "cannot read"),

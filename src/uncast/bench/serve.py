@@ -61,7 +61,7 @@ class Open:
             raise ValueError(f"request_rate is {self.rate:g}: a number above 0, or inf, is needed")
 
     def __str__(self) -> str:
-        return f"rate {self.rate:g}/s"
+        return "all at once" if math.isinf(self.rate) else f"rate {self.rate:g}/s"
 
     def arrivals(self, count: int, seed: int) -> list[float]:
         """Seconds from the start at which requests are due; the first at 0."""

@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object")
+        raise CheckpointError(f"{path} holds JSON of type {type(value).__name__}, not an object")
     return value
 
 
