@@ -130,6 +130,16 @@ def test_drafts_in_static_buffers_are_the_eager_ones(glm: MLADecoder, words: Tok
     assert sides[0][:-1] == sides[1][:-1] and torch.equal(sides[0][-1], sides[1][-1])
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_one_request_with_drafts_reads_each_row_once(glm: MLADecoder, words: Tokenizer, static: bool) -> None:
+    """Every pass of a draft chain is counted with its own length."""
+    engine = make_engine(glm, words, pages=20, speculate=3, static=static, max_step_tokens=64)
+    run_all(engine, [Request(words.encode(TEXT[:120]), SamplingParams(), 20, ignore_eos=True, request_id="one")])
+    found = engine.stats()
+    assert found.draft_tokens_total > 20
+    assert found.cache_bytes_read_total == found.cache_bytes_needed_total > 0
+
+
 def test_sampled_tokens_follow_the_model_and_their_seed(glm: MLADecoder, words: Tokenizer) -> None:
     """Of many seeds, the first three new tokens are as frequent as the model's own probabilities say, and each seed gives what
     it gives without drafts."""

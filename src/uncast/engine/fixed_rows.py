@@ -31,8 +31,8 @@ ROW_TILE = 16
 class FixedRowMoE(MoE):
     """A mixture whose experts see the whole tile instead of the rows that chose them; the other rows' results are dropped.
 
-    On a GPU one grouped product has the same shape for every tile, however its rows are spread over the experts, so that the
-    host need not look at the choice.
+    On a GPU one launch serves every expert and has the same shape for every tile, however its rows are spread over the experts,
+    so that the host need not look at the choice.
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool
 from uncast.engine.sampler import Draw
 from uncast.engine.sequence import MTPState, Rows, Sequence, tiles, whole
 from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, StaticStep, StepParts, StepRequest
-from uncast.engine.step_bytes import StepBytes, step_bytes
+from uncast.engine.step_bytes import StepBytes, counted_at, lengths_of_passes, step_bytes
 from uncast.latent.codec import new_counters
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
@@ -80,7 +80,7 @@ class ModelRunner:
         longest = min(num_pages * page_size, config.max_position_embeddings)
         self._max_topk = config.indexer.topk if config.indexer is not None and config.indexer.topk < longest else 0
         self._plans: list[AttentionPlan] = []
-        self._draft_plans: list[tuple[AttentionPlan, int]] = []
+        self._draft_plans: list[AttentionPlan] = []
         self._draft_rows = 0
         self._chunks: list[tuple[int, int]] = []
         self.decode_steps: DecodeSteps | None = None
@@ -256,7 +256,7 @@ class ModelRunner:
     def draft_forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the MTP layer over rows of `batches(..., shift=1)` with the hidden states [rows, hidden_size] of their
         positions: logits of the wanted rows, and its outputs for every row."""
-        self._draft_plans.append((self._plan(batch, self.pool), 1))
+        self._draft_plans.append(self._plan(batch, self.pool))
         logits, output = self._decoder.draft(self._inputs(batch, self.pool), hidden, every=True)
         return self._wanted(batch, logits), output
 
@@ -274,10 +274,13 @@ class ModelRunner:
         static = None if self.decode_steps is None else self.decode_steps.draft
         size = None if static is None else static.size_for(len(batch.ids))
         if static is not None and size is not None:
-            self._draft_plans.append((static.counted(size, batch.kv_lens), len(slots)))
+            self._draft_plans += [static.counted(size, kv_lens) for kv_lens in lengths_of_passes(batch.kv_lens, slots)]
             return static.run(size, batch, hidden, slots).cpu()
         lengths = torch.tensor(batch.kv_lens, dtype=torch.int32, device=self.model.device)
-        self._draft_plans.append((self._plan(batch, self.pool, lengths), len(slots)))
+        plan = self._plan(batch, self.pool, lengths)
+        self._draft_plans += [
+            counted_at(plan, batch.ends, kv_lens) for kv_lens in lengths_of_passes(batch.kv_lens, slots)
+        ]
         inputs, found = self._inputs(batch, self.pool), list[torch.Tensor]()
         for number, places in enumerate(slots):
             inputs.slot_mapping = torch.tensor(places, device=self.model.device)

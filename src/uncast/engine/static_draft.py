@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 
@@ -20,6 +19,7 @@ from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.batch import Batch
 from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.static_step import StepParts, captured, to_device
+from uncast.engine.step_bytes import counted_at
 from uncast.models.decoder import ForwardBatch
 
 
@@ -75,13 +75,8 @@ class StaticDraft:
         return found[:, :rows]
 
     def counted(self, size: int, kv_lens: Seq[int]) -> AttentionPlan:
-        """The plan with a chain's first lengths for its byte counts, on the host."""
-        plan = self._plans[size]
-        if plan.copy_layout is not None:  # such a backend's bytes depend on page numbers, which are on the device
-            return plan
-        lengths = torch.tensor([*kv_lens, *[0] * (size - len(kv_lens))], dtype=torch.int32)
-        starts = torch.arange(size + 1, dtype=torch.int32)
-        return plan.counting(replace(plan.problem, qo_indptr=starts, kv_len_arr=lengths))
+        """The plan with the lengths of one pass for its byte counts, on the host."""
+        return counted_at(self._plans[size], range(size + 1), [*kv_lens, *[0] * (size - len(kv_lens))])
 
     def _planned(self, size: int) -> Callable[[], None]:
         parts = self._parts

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -275,12 +276,12 @@ class StaticStep:
         return plan.counting(problem)
 
     def _sample(self, draws: Seq[tuple[int, Draw]]) -> None:
-        """Tokens of rows that sample, into the results. In deterministic mode a tile at a time, whatever the number of rows:
-        how a sum over the vocabulary is cut may depend on how many there are."""
-        if not draws:
-            return
+        """Tokens of rows that sample, into the results, a few rows at a time: each needs several copies of its logits. In
+        deterministic mode whole tiles: how a sum over the vocabulary is cut may depend on how many rows there are."""
         if not self._parts.deterministic:
-            self._sample_rows([row for row, _ in draws], [draw for _, draw in draws])
+            for first in range(0, len(draws), ROW_TILE):
+                few = draws[first : first + ROW_TILE]
+                self._sample_rows([row for row, _ in few], [draw for _, draw in few])
             return
         by_row = dict(draws)
         for first in sorted({row // ROW_TILE * ROW_TILE for row in by_row}):
@@ -303,9 +304,26 @@ def to_device(
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+@cache
+def _capture_stream(device: int) -> Any:
+    """One for all captures of a device: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A captured call. `call` is kept for the buffers that only it refers to and that the graph reads and writes."""
+
+    graph: Any
+    call: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 def captured(call: Callable[[], None], pool: Any) -> Callable[[], None]:
     """`call` as the replay of a CUDA graph; it runs a few times before, so that everything is compiled and loaded."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_WARM_RUNS):
@@ -313,7 +331,6 @@ def captured(call: Callable[[], None], pool: Any) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         call()
-    replay: Callable[[], None] = graph.replay
-    return replay
+    return _Replay(graph, call)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from uncast.attention import AttentionPlan
 from uncast.backends.lightning_indexer import keys_read
@@ -44,13 +46,13 @@ def step_bytes(
     pool: PagedPool,
     plans: Seq[AttentionPlan],
     chunks: Seq[tuple[int, int]],
-    drafts: Seq[tuple[AttentionPlan, int]] = (),
+    drafts: Seq[AttentionPlan] = (),
     draft_rows: int = 0,
 ) -> StepBytes:
     """Of a step of these plans whose sequences had (cached, count): cached rows after it, the last `count` of them new.
 
     Args:
-        drafts: plans of the MTP layer, and how many passes each had; later passes count the rows of the first.
+        drafts: the plan of each pass of the MTP layer, counting that pass's lengths.
         draft_rows: rows that these passes needed.
     """
     layers, layout = config.num_layers, pool.layout
@@ -61,11 +63,27 @@ def step_bytes(
         needed=sum(_needed(config, pool, cached, count, sparse) for cached, count in chunks)
         + draft_rows * layout.row_bytes,
         read=sum(plan.bytes_read * layers + _key_bytes_read(config, pool, plan) for plan in plans)
-        + sum(plan.bytes_read * passes for plan, passes in drafts),
-        written=sum(plan.bytes_written for plan in plans) * layers
-        + sum(plan.bytes_written * passes for plan, passes in drafts),
+        + sum(plan.bytes_read for plan in drafts),
+        written=sum(plan.bytes_written for plan in plans) * layers + sum(plan.bytes_written for plan in drafts),
         pool_cast=pool.num_layers * rows * (layout.row_bytes + bf16) if layout.is_fp8 else 0,
     )
+
+
+def lengths_of_passes(kv_lens: Seq[int], slots: Seq[Seq[int]]) -> list[list[int]]:
+    """Sequence lengths of each pass of a draft chain: one more wherever a pass after the first writes a row (slot >= 0)."""
+    passes = [list(kv_lens)]
+    for places in slots[1:]:
+        passes.append([length + (slot >= 0) for length, slot in zip(passes[-1], places, strict=True)])
+    return passes
+
+
+def counted_at(plan: AttentionPlan, ends: Seq[int], kv_lens: Seq[int]) -> AttentionPlan:
+    """The plan with these lengths for its byte counts, on the host; unchanged if it copies the cache, as its bytes then depend
+    on page numbers, which are on the device."""
+    if plan.copy_layout is not None:
+        return plan
+    starts, lengths = torch.tensor(ends, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32)
+    return plan.counting(replace(plan.problem, qo_indptr=starts, kv_len_arr=lengths))
 
 
 def _needed(config: ModelConfig, pool: PagedPool, cached: int, count: int, sparse: bool) -> int:
