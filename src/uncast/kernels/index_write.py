@@ -121,5 +121,5 @@ def write_keys(
     flat = cache.view(-1)
     index_write_kernel[(keys.shape[0],)](
         keys, norm, bias, *angles, flat, flat.view(torch.int16), flat.view(torch.float32), slot_mapping, keys.stride(0), eps,
-        **constexprs(layout, angles[0].shape[1], cache.shape[1], interleaved), num_warps=1,
+        **constexprs(layout, angles[0].shape[1], cache.shape[1], interleaved), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

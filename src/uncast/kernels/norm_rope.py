@@ -5,7 +5,8 @@
     rotate           the rope channels of every head, in place                      one program = HEADS heads of one row
     silu_mul         silu(gate) * up                                                one program = BLOCK channels of one row
 
-Rounding is torch's of the same steps (`models.layers.rms_norm`, `models.rope`): a norm rounds before its weight and after it.
+Rounding is torch's of the same steps (`models.layers.rms_norm`, `models.rope`): a norm rounds before its weight and after it,
+and no multiply-add of a rotation is fused.
 Floor: each reads and writes a few KB, so it costs a launch; as single torch operations these were 60 launches a layer.
 """
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from uncast.kernels.cache_write import encode_bf16
 
 HEADS = 8
 CHANNELS = 1024
@@ -47,8 +50,18 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """fp32 x rounded to dtype, as fp32 again; bf16 by integers, which Triton's interpreter needs."""
+    if dtype == tl.bfloat16:
+        return (encode_bf16(x).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def rotated(first, second, cos, sin, dtype: tl.constexpr):
-    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+    """Pairs turned by their angles, fp32 rounded to dtype."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    return rounded(a * cos - b * sin, dtype), rounded(b * cos + a * sin, dtype)
 
 
 @triton.jit(do_not_specialize=["q_stride", "kv_stride"])
@@ -168,7 +181,7 @@ def latent_parts(
             first.stride(0), kv_row.stride(0), eps,
             Q=width or rank, RANK=rank, HALF=half, Q_POW2=triton.next_power_of_2(width or rank),
             RANK_POW2=triton.next_power_of_2(rank), HALF_POW2=triton.next_power_of_2(half), INTERLEAVED=interleaved,
-            ROTATE=angles is not None, num_warps=4,
+            ROTATE=angles is not None, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return c_q, ckv, kpe
 
@@ -179,7 +192,7 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], interleav
     if rows:
         rotate_kernel[(rows, triton.cdiv(heads, HEADS))](
             x, *angles, heads, x.stride(0), x.stride(1), HALF=width // 2, HALF_POW2=triton.next_power_of_2(width // 2),
-            HEADS=HEADS, INTERLEAVED=interleaved, num_warps=1,
+            HEADS=HEADS, INTERLEAVED=interleaved, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return x
 

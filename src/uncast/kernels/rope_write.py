@@ -14,27 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from uncast.kernels.cache_write import encode_bf16, scale_arguments, store_latent, store_rope
+from uncast.kernels.cache_write import scale_arguments, store_latent, store_rope
+from uncast.kernels.norm_rope import rotated
 from uncast.latent.codec import Scale, check_scale
 from uncast.latent.layouts import RowLayout, row_layout
 
 HEADS = 8
 """Heads of a program."""
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """fp32 x rounded to dtype, as fp32 again; bf16 by integers, which Triton's interpreter needs."""
-    if dtype == tl.bfloat16:
-        return (encode_bf16(x).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def rotated(first, second, cos, sin, dtype: tl.constexpr):
-    """Pairs turned by their angles, fp32 rounded to dtype."""
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    return rounded(a * cos - b * sin, dtype), rounded(b * cos + a * sin, dtype)
 
 
 @triton.jit(
