@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from uncast.checkpoints.load import load_model
+from uncast.engine import crew as crews
 from uncast.engine.core import Engine, EngineConfig
 from uncast.engine.crew import Crew, join_crew
 from uncast.engine.lockstep import follow, make_runner
@@ -22,7 +24,10 @@ from uncast.engine.sampler import SamplingParams
 from uncast.engine.tokenizer import Tokenizer
 from uncast.models.parallel import Parallel, form_group
 
-TIMEOUT_S = 6.0
+PATIENT_S = 600.0
+"""Of whatever is to happen: longer than a machine stalls, and no test waits for it."""
+HANG_S = 2.0
+"""After which a rank that hangs, or never comes, is given up. It counts from when both ranks are at that point."""
 PROMPTS = [list(range(3, 40)), [7, 1, 5], list(range(60, 90))]
 
 
@@ -55,12 +60,11 @@ def texts(runner: ModelRunner, tokenizer: Tokenizer) -> tuple[list[list[int]], i
 def work(what: str, folder: Path, crew: Crew) -> Any:
     """What this process finds out; None on a rank that follows."""
     model = load_model(folder, parallel=crew.parallel)
-    layout = "fp8_ds_mla" if what == "texts" else "fp32"
     runner = make_runner(
         model,
         crew,
         lambda: 12 + crew.parallel.rank,
-        kv_layout=layout,
+        kv_layout="fp32",
         page_size=16,
         deterministic=what == "deterministic",
     )
@@ -70,6 +74,8 @@ def work(what: str, folder: Path, crew: Crew) -> Any:
             runner.run_batch = FAULTS[what]  # type: ignore[method-assign]
         follow(runner, crew)
         return None
+    if what == "hangs":
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=HANG_S))
     found = texts(runner, Tokenizer(folder)) if what == "texts" else logits(runner)
     if what == "leader dies":
         die()
@@ -81,24 +87,36 @@ def die(_: object = None) -> None:
 
 
 def hang(_: object) -> None:
-    time.sleep(600)
+    time.sleep(PATIENT_S)
 
 
 FAULTS = {"dies": die, "hangs": hang}
 
 
+def absent() -> None:
+    """Rank 1 hears where rank 0 is, and never goes there."""
+    rank = int(os.environ["RANK"])
+    form_group("gloo", rank, 2, PATIENT_S)
+    if rank == 0:
+        Crew(Parallel(0, 2), torch.device("cpu"), HANG_S)
+    else:
+        Parallel(1, 2).from_first(torch.zeros(33, dtype=torch.int64))
+        time.sleep(PATIENT_S)
+
+
 def main() -> None:
     out, what, *folders = sys.argv[1:]
-    if what == "is absent" and os.environ["RANK"] == "1":
-        form_group("gloo", 1, 2, TIMEOUT_S)
-        Parallel(1, 2).from_first(torch.zeros(33, dtype=torch.int64))  # hears where rank 0 is, and never goes there
-        time.sleep(600)
-    crew = join_crew(TIMEOUT_S)
+    if what == "is absent":
+        absent()
+    crews._CLOSE_S = PATIENT_S
+    if "dies" in what:
+        crews._NOTICE_S = PATIENT_S  # however late the news of a death is, it has the last word
+    crew = join_crew(PATIENT_S)
     assert crew is not None
     found = []
     for number, folder in enumerate(folders):
         if number:
-            crew = Crew(Parallel(crew.parallel.rank, crew.parallel.world), torch.device("cpu"))
+            crew = Crew(Parallel(crew.parallel.rank, crew.parallel.world), torch.device("cpu"), PATIENT_S)
         found.append(work(what, Path(folder), crew))
         crew.close()
     if crew.leads:

@@ -1,4 +1,4 @@
-"""An engine whose thread takes a step only when the test lets it: what has happened then does not depend on a machine's speed."""
+"""An engine whose thread takes a step only when the test lets it: no outcome depends on a machine's speed."""
 
 from __future__ import annotations
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engine import parallel_worker
 from tests.fixtures import build_hf
@@ -27,40 +28,37 @@ FAMILIES = ("deepseek_v3", "deepseek_v2_lite", "glm_moe_dsa_52", "minicpm3")
 ROOT = Path(__file__).parents[2]
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def start(out: Path, what: str, *folders: Path, world: int = 2) -> list[subprocess.Popen[str]]:
-    port = str(free_port())
+@contextmanager
+def started(out: Path, what: str, *folders: Path, world: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that meet at a store of this one, as torchrun's do; on a port that nobody can have taken meanwhile."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
-    for rank in range(world):
-        environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.engine.parallel_worker", str(out), what, *map(str, folders)]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
-    return processes
-
-
-def finish(processes: list[subprocess.Popen[str]], seconds: float = 120) -> tuple[list[int], list[str]]:
-    """Exit codes and what was said, by rank."""
-    deadline, said = time.monotonic() + seconds, []
     try:
-        for process in processes:
-            said.append(process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1])
+        for rank in range(world):
+            environment = {
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
+            }  # fmt: skip
+            command = [sys.executable, "-m", "tests.engine.parallel_worker", str(out), what, *map(str, folders)]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
+        yield processes
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
+    """Exit codes and what was said, by rank."""
+    said = [process.communicate(timeout=parallel_worker.PATIENT_S)[1] for process in processes]
     return [process.returncode for process in processes], said
 
 
 def together(out: Path, what: str, *folders: Path, world: int = 2) -> list[Any]:
-    codes, said = finish(start(out, what, *folders, world=world))
+    with started(out, what, *folders, world=world) as processes:
+        codes, said = finish(processes)
     assert codes == [0] * world, said
     found: list[Any] = torch.load(out)
     return found
@@ -99,7 +97,7 @@ def test_deterministic_mode_with_uneven_experts(tmp_path: Path) -> None:
 def test_greedy_text_is_that_of_one_process_while_requests_are_swapped(tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "tiny")
     ((tokens, swapped),) = together(tmp_path / "out", "texts", folder)
-    runner = ModelRunner(load_model(folder), kv_layout="fp8_ds_mla", num_pages=12, page_size=16)
+    runner = ModelRunner(load_model(folder), kv_layout="fp32", num_pages=12, page_size=16)
     alone, swapped_alone = parallel_worker.texts(runner, Tokenizer(folder))
     assert tokens == alone and swapped == swapped_alone > 0
 
@@ -115,9 +113,8 @@ def test_greedy_text_is_that_of_one_process_while_requests_are_swapped(tmp_path:
 def test_a_rank_that_dies_or_hangs_ends_the_others(
     tmp_path: Path, what: str, codes: list[int], sentences: list[str]
 ) -> None:
-    folder = build_hf_once(tmp_path)
-    processes = start(tmp_path / "out", what, folder)
-    found, said = finish(processes, 60)
+    with started(tmp_path / "out", what, build_hf_once(tmp_path)) as processes:
+        found, said = finish(processes)
     assert found == codes, said
     for sentence, words in zip(sentences, said, strict=True):
         assert sentence in words and "Traceback" not in words
@@ -125,12 +122,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(
 
 
 def test_rank_0_does_not_wait_for_ever_for_a_rank_that_is_absent(tmp_path: Path) -> None:
-    leader, absent = start(tmp_path / "out", "is absent", build_hf_once(tmp_path))
-    try:
-        said = leader.communicate(timeout=60)[1]
-    finally:
-        absent.kill()
-    absent.communicate()
+    with started(tmp_path / "out", "is absent", build_hf_once(tmp_path)) as (leader, _):
+        said = leader.communicate(timeout=parallel_worker.PATIENT_S)[1]
     assert leader.returncode == 1 and "1 of 2 processes have not reached rank 0" in said
 
 
