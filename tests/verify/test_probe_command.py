@@ -177,7 +177,10 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     assert err.startswith("uncast: results are not kept: ") and err.count("\n") == 1
 
 
-def test_progress_is_for_terminals_only() -> None:
+def test_progress_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

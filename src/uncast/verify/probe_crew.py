@@ -15,6 +15,8 @@ from uncast.verify.probe_worker import worker_main
 START_SECONDS = 180.0
 COMPILE_SECONDS = 300.0
 """More for the first case of a worker on a GPU: a library may build its kernels with a compiler then."""
+END_SECONDS = 60.0
+"""For a process that has ended or was killed to be gone."""
 MAX_DEATHS = 3
 
 
@@ -74,7 +76,7 @@ class Worker:
         return known.get(self._phase, "its start")
 
     def _obituary(self) -> str:
-        self._process.join(10)
+        self._process.join(END_SECONDS)
         self.stop()
         code = self._process.exitcode
         how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
@@ -86,7 +88,7 @@ class Worker:
         """Ends the process, whatever it is doing."""
         if self._process.is_alive():
             self._process.kill()
-        self._process.join(10)
+        self._process.join(END_SECONDS)
         self._pipe.close()
 
 
