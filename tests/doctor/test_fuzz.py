@@ -20,6 +20,8 @@ from uncast.doctor.report import to_json
 
 MUTATIONS = int(os.environ.get("UNCAST_FUZZ", "160"))
 MAX_SECONDS = 5.0
+"""Of CPU time of one trace (most take 0.02). The shortest of `TRIES` counts: a machine that stalls does not count."""
+TRIES = 4
 STRANGE: tuple[Any, ...] = (
     None, -1, 0, 10**30, 1e300, "", "x", "\u0000", [], {}, [[[]]], True, 2**63, "9" * 50, -1e18, [1, "a", None], {"a": []},
 )  # fmt: skip
@@ -61,7 +63,7 @@ def mutate(random_: random.Random, document: dict[str, Any]) -> bytes:
         for _ in range(random_.randrange(1, 200)):
             data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
     if random_.random() < 0.3:
-        data = bytearray(gzip.compress(bytes(data), 1))
+        data = bytearray(gzip.compress(bytes(data), 1, mtime=0))
         if kind == 4:
             for _ in range(random_.randrange(1, 5)):
                 data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
@@ -74,22 +76,29 @@ def test_mutated_traces(tmp_path: Path) -> None:
     originals = bases()
     path, joined = tmp_path / "m.json", tmp_path / "capture.json"
     outcomes = {"report": 0, "sentence": 0}
-    slowest = 0.0
-    for seed in range(MUTATIONS):
-        random_ = random.Random(seed)
-        path.write_bytes(mutate(random_, random_.choice(originals[:3])))
-        joined.write_bytes(mutate(random_, originals[3]) if seed % 2 else json.dumps(originals[3]).encode())
-        start = time.perf_counter()
+
+    def run(seed: int) -> tuple[str, float]:
+        """What became of the trace and the CPU seconds that it took."""
+        start = time.process_time()
         try:
             diagnosis = diagnose(path, Options(capture=joined if seed % 4 < 2 else None))
             to_json(diagnosis.report)
             render(diagnosis)
-            outcomes["report"] += 1
+            return "report", time.process_time() - start
         except TraceError as error:  # fit for a terminal
             assert "\n" not in str(error) and len(str(error)) < 500
-            outcomes["sentence"] += 1
+            return "sentence", time.process_time() - start
         except Exception as error:
             pytest.fail(f"seed {seed}: {type(error).__name__}: {error}")
-        slowest = max(slowest, time.perf_counter() - start)
-    assert slowest < MAX_SECONDS
+
+    for seed in range(MUTATIONS):
+        random_ = random.Random(seed)
+        path.write_bytes(mutate(random_, random_.choice(originals[:3])))
+        joined.write_bytes(mutate(random_, originals[3]) if seed % 2 else json.dumps(originals[3]).encode())
+        outcome, seconds = run(seed)
+        for _ in range(TRIES - 1):
+            if seconds >= MAX_SECONDS:
+                seconds = min(seconds, run(seed)[1])
+        assert seconds < MAX_SECONDS, seed
+        outcomes[outcome] += 1
     assert outcomes["report"] > MUTATIONS / 2 and outcomes["sentence"] > 0, outcomes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.doctor.synthetic import decode
-from uncast.doctor import live
+from uncast.doctor import http, live
 from uncast.doctor.errors import LiveError
 from uncast.doctor.metrics import live_tokens, parse_live_tokens
 
@@ -50,7 +50,9 @@ class FakeServer:
         return 200, {"choices": [{"text": "x"}]}
 
     def write(self, folder: Path) -> Path:
-        return decode(layers=6, cast_us=500.0).write(folder / "1-TP-0.trace.json.gz")
+        """The trace appears whole, however long its writer is held up."""
+        whole = decode(layers=6, cast_us=500.0).write(folder / "unfinished.gz")
+        return whole.rename(folder / "1-TP-0.trace.json.gz")
 
 
 @contextmanager
@@ -83,8 +85,10 @@ def serving(fake: FakeServer) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_and_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "SETTLE_S", 0.1)
+    monkeypatch.setattr(http, "TIMEOUT_S", 600.0)
+    monkeypatch.setenv("no_proxy", "*")
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm", "uncast"])
