@@ -1,4 +1,4 @@
-"""`generate` and `serve` under torchrun, as a user starts them. Rows in float32 where texts are compared: sums differ in their order."""
+"""`generate` and `serve` under torchrun, as a user starts them."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_generate_prints_once_what_one_process_prints(folder: Path) -> None:
+    """With rows in float32: the ranks add their sums in another order, and a number next to a limit of FP8 would show it."""
     command = ["generate", PROMPT, "--model", str(folder), "--max-tokens", "12", "--kv-cache-dtype", "fp32", "--json"]
     alone = subprocess.run(
         [sys.executable, "-m", "uncast", *command], env=environment(), capture_output=True, text=True, check=True
