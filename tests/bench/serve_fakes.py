@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from uncast.bench import serve, serve_request
+from uncast.bench.serve_request import EventReader
+
+LIMIT_S = 300.0
+"""Longer than any machine stalls; nothing waits for it unless a test fails."""
 MODELS = {"object": "list", "data": [{"id": "fake", "object": "model", "owned_by": "vllm"}]}
 Handler = Callable[["Connection"], Awaitable[None]]
 
@@ -19,7 +26,6 @@ class Connection:
 
     def __init__(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: Any) -> None:
         self._writer, self.path, self.headers, self.body = writer, path, headers, body
-        self.sent = list[float]()
 
     async def raw(self, data: bytes) -> None:
         self._writer.write(data)
@@ -38,8 +44,7 @@ class Connection:
         await self.raw(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     async def events(self, *events: Any) -> None:
-        """Events in one piece; `sent` has the times."""
-        self.sent.append(time.perf_counter())
+        """Events in one piece."""
         texts = (event if isinstance(event, str) else json.dumps(event) for event in events)
         await self.chunk("".join(f"data: {text}\n\n" for text in texts).encode())
 
@@ -51,17 +56,15 @@ class Connection:
 
 
 class FakeServer:
-    """`requests` has every body that came to an answering route, with its headers under "headers"; `sent` has for each of them
-    when its events were sent."""
+    """`requests` has every body that came to an answering route, with its headers under "headers"."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler, self.requests, self.url, self.lists_models = handler, list[Any](), "", True
-        self.sent = list[list[float]]()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(LIMIT_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -86,7 +89,6 @@ class FakeServer:
                     await (connection.whole(MODELS) if self.lists_models else connection.whole({}, 404))
                 else:
                     self.requests.append({**connection.body, "headers": headers, "path": connection.path})
-                    self.sent.append(connection.sent)
                     await self.handler(connection)
         except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             writer.close()
@@ -97,7 +99,7 @@ class FakeServer:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(LIMIT_S)
 
 
 @contextmanager
@@ -107,6 +109,47 @@ def fake_server(handler: Handler) -> Iterator[FakeServer]:
         yield server
     finally:
         server.stop()
+
+
+class Clock:
+    """The clock that a load is measured by. It stands still until a script moves it, so that figures are exact.
+
+    Attributes:
+        now: what `time.perf_counter` says in `uncast.bench`.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._sent, self._taken = 1000.0, 0, 0
+        for module in (serve, serve_request):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        push = EventReader.push
+
+        def counted(reader: EventReader, raw: bytes) -> list[str]:
+            events = push(reader, raw)
+            self._taken += len(events)
+            return events
+
+        monkeypatch.setattr(EventReader, "push", counted)
+
+    async def events(self, connection: Connection, *events: Any) -> None:
+        """Sends events in one piece and waits until the client has noted them."""
+        self._sent += len(events)
+        await connection.events(*events)
+        while self._taken < self._sent:
+            await asyncio.sleep(0.001)
+
+    def sleeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever sleeps in a load moves the clock instead; its ticks are left out."""
+
+        async def sleep(seconds: float) -> None:
+            await asyncio.sleep(0)  # what was begun before reads the clock before it moves
+            self.now += seconds
+
+        async def no_ticks(lag: list[float]) -> None:
+            return
+
+        monkeypatch.setattr(serve, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+        monkeypatch.setattr(serve, "_tick", no_ticks)
 
 
 def text(piece: str, reason: str | None = None) -> dict[str, Any]:

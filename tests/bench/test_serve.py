@@ -1,4 +1,7 @@
-"""Load on a server with a script: what is measured is what the script did, and a broken server is named as what it is."""
+"""Load on a server with a script: what is measured is what the script did, and a broken server is named as what it is.
+
+Figures are of a clock that the script moves; the real one only where it cannot fall short.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import socket
 import statistics
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +20,19 @@ import pytest
 pytest.importorskip("httpx")
 import itertools
 
-from tests.bench.serve_fakes import Connection, Handler, delta, fake_server, text, usage
+from tests.bench.serve_fakes import LIMIT_S, Clock, Connection, Handler, delta, fake_server, text, usage
 
 from uncast.bench.serve import Closed, Endpoint, LoadResult, Open, Prompt, ServerError, base_url, discover, measure
 from uncast.bench.serve_prompts import token_prompts, warm_up_of, word_prompts, words_for
 from uncast.bench.serve_report import Percentiles, figures, serving_row
 from uncast.bench.serve_request import EventReader
 
-FIRST_S, GAP_S, LATE_S = 0.08, 0.06, 0.03
+FIRST_S, GAP_S = 0.08, 0.06
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 def run(handler: Handler, count: int = 1, load: Closed | Open = Closed(1), **options: Any) -> LoadResult:  # noqa: B008
@@ -31,94 +40,93 @@ def run(handler: Handler, count: int = 1, load: Closed | Open = Closed(1), **opt
     with fake_server(handler) as server:
         endpoint = Endpoint(server.url, "fake", **options)
         result = measure(endpoint, [Prompt("p", 8)] * count, load, warm_up=warm_up, progress=progress)
-        result.__dict__["requests"], result.__dict__["sent"] = server.requests, server.sent
+        result.__dict__["requests"] = server.requests
         return result
 
 
-async def paced(c: Connection) -> None:
+def paced(clock: Clock) -> Handler:
     """Four tokens: the first after `FIRST_S`, the others `GAP_S` apart; usage at the end, after another pause."""
-    await c.begin()
-    await asyncio.sleep(FIRST_S)
-    for index in range(4):
-        if index:
-            await asyncio.sleep(GAP_S)
-        await c.events(text("ab"))
-    await asyncio.sleep(GAP_S)
-    await c.events(text("", "length"), usage(7, 4, 3), "[DONE]")
-    await c.end()
+
+    async def handler(c: Connection) -> None:
+        await c.begin()
+        for index in range(4):
+            clock.now += GAP_S if index else FIRST_S
+            await clock.events(c, text("ab"))
+        clock.now += GAP_S
+        await clock.events(c, text("", "length"), usage(7, 4, 3), "[DONE]")
+        await c.end()
+
+    return handler
 
 
-def lags(result: LoadResult) -> list[float]:
-    """How much later than it was sent each chunk with tokens was taken; the server has the same clock, and its last events hold
-    no token."""
-    return [
-        taken - sent
-        for answer, times in zip(result.answers, result.__dict__["sent"], strict=True)
-        for taken, sent in zip(answer.chunks, times[:-1], strict=True)
-    ]
-
-
-def test_times_are_those_of_the_script() -> None:
-    """None is early, most are on time (on a busy machine some are late); the opening and the end of an answer are no tokens."""
-    result = run(paced, 3)
-    late = lags(result)
-    assert min(late) >= 0 and statistics.median(late) < LATE_S
-    for answer, times in zip(result.answers, result.__dict__["sent"], strict=True):
-        assert answer.failure is None and answer.ttft_s is not None and answer.tpot_s is not None
-        assert answer.ttft_s >= FIRST_S and len(answer.itl_s) == 3
-        assert (
-            sum(answer.itl_s) == pytest.approx(3 * answer.tpot_s) == pytest.approx(answer.chunks[-1] - answer.chunks[0])
-        )
-        assert answer.sent + answer.ttft_s == pytest.approx(answer.chunks[0], abs=1e-3), "it was sent when it was due"
-        assert times[-1] <= answer.end < answer.due + answer.e2e_s + 1e-9 and answer.e2e_s >= FIRST_S + 4 * GAP_S
-    assert statistics.median(gap for answer in result.answers for gap in answer.itl_s) == pytest.approx(
-        GAP_S, abs=LATE_S
-    )
+def test_times_are_those_of_the_script(clock: Clock) -> None:
+    """The opening and the end of an answer are no tokens."""
+    result = run(paced(clock), 3)
+    for answer in result.answers:
+        assert answer.failure is None and answer.sent == answer.due
+        assert answer.ttft_s == pytest.approx(FIRST_S) and answer.itl_s == pytest.approx([GAP_S] * 3)
+        assert answer.tpot_s == pytest.approx(GAP_S) and answer.e2e_s == pytest.approx(FIRST_S + 4 * GAP_S)
     found = figures(result)
     assert (found.complete, found.output_tokens, found.prompt_tokens, found.cached_tokens) == (3, 12, 21, 9)
     assert found.tokens_from == "usage" and found.tokens_per_chunk == 1.0
-    assert 1e3 * FIRST_S <= found.ttft.p50 <= found.ttft.p99 <= found.e2e.p99
-    assert found.output_tokens_per_s == pytest.approx(12 / found.seconds, rel=0.01)
-    assert found.requests_per_s == pytest.approx(3 / (3 * statistics.fmean(a.e2e_s for a in result.answers)), rel=0.3)
+    assert found.ttft == Percentiles.of([FIRST_S]) and found.itl == found.tpot == Percentiles.of([GAP_S])
+    assert found.e2e == Percentiles.of([FIRST_S + 4 * GAP_S])
+    assert found.output_tokens_per_s == pytest.approx(12 / (3 * (FIRST_S + 4 * GAP_S)), rel=1e-3)
+    assert found.requests_per_s == pytest.approx(1 / (FIRST_S + 4 * GAP_S), rel=1e-3)
     assert any("closed loop" in note for note in found.notes()) and any("9 prompt" in note for note in found.notes())
 
 
-def test_a_role_is_no_token_and_reasoning_is_one() -> None:
+def test_a_time_is_that_of_arrival() -> None:
+    """On the real clock, where nothing can be early: the server waits before its first token and between tokens."""
+
     async def handler(c: Connection) -> None:
         await c.begin()
-        await c.events(delta(role="assistant", content=""))
-        await asyncio.sleep(FIRST_S)
-        await c.events(delta(reasoning_content="so"))
-        await asyncio.sleep(GAP_S)
-        await c.events(delta(reasoning="vLLM's name"), delta(content="yes"))
-        await asyncio.sleep(GAP_S)
-        await c.events(delta(tool_calls=[{"index": 0}]))
-        await c.events(delta("stop", content=""), "[DONE]")
+        for _ in range(2):
+            await asyncio.sleep(GAP_S)
+            await c.events(text("a"))
+        await c.events(text("", "stop"), "[DONE]")
+        await c.end()
+
+    (answer,) = run(handler).complete
+    assert answer.ttft_s is not None and answer.ttft_s >= GAP_S and len(answer.itl_s) == 1
+    assert answer.due <= answer.sent < answer.chunks[0] <= answer.chunks[1] <= answer.end
+    assert answer.e2e_s >= 2 * GAP_S
+
+
+def test_a_role_is_no_token_and_reasoning_is_one(clock: Clock) -> None:
+    async def handler(c: Connection) -> None:
+        await c.begin()
+        await clock.events(c, delta(role="assistant", content=""))
+        clock.now += FIRST_S
+        await clock.events(c, delta(reasoning_content="so"))
+        clock.now += GAP_S
+        await clock.events(c, delta(reasoning="vLLM's name"), delta(content="yes"))
+        clock.now += GAP_S
+        await clock.events(c, delta(tool_calls=[{"index": 0}]))
+        await clock.events(c, delta("stop", content=""), "[DONE]")
         await c.end()
 
     result = run(handler, chat=True)
     (answer,) = result.answers
-    assert answer.failure is None and answer.ttft_s is not None
-    assert answer.ttft_s >= FIRST_S and answer.chunks[0] - result.__dict__["sent"][0][1] < 10 * LATE_S
-    assert len(answer.chunks) == answer.tokens == 4 and answer.chunks[1] == answer.chunks[2]
+    assert answer.failure is None and answer.ttft_s == pytest.approx(FIRST_S)
+    assert len(answer.chunks) == answer.tokens == 4 and answer.itl_s == pytest.approx([GAP_S, 0, GAP_S])
     assert figures(result).tokens_from == "chunks" and any("no usage" in note for note in figures(result).notes())
     assert result.__dict__["requests"][0]["path"] == "/v1/chat/completions"
     assert result.__dict__["requests"][0]["messages"] == [{"role": "user", "content": "p"}]
 
 
-def test_several_tokens_in_a_chunk_are_said_and_divided() -> None:
+def test_several_tokens_in_a_chunk_are_said_and_divided(clock: Clock) -> None:
     async def handler(c: Connection) -> None:
         await c.begin()
         for index in range(3):
-            if index:
-                await asyncio.sleep(GAP_S)
-            await c.events(text("four tokens"))
-        await c.events({**text("", "stop"), "usage": {"prompt_tokens": 1, "completion_tokens": 9}}, "[DONE]")
+            clock.now += GAP_S if index else FIRST_S
+            await clock.events(c, text("four tokens"))
+        await clock.events(c, {**text("", "stop"), "usage": {"prompt_tokens": 1, "completion_tokens": 9}}, "[DONE]")
         await c.end()
 
     found = figures(run(handler))
     assert found.tokens_per_chunk == 3.0 and any("3.00 tokens a chunk" in note for note in found.notes())
-    assert found.tpot.p50 == pytest.approx(found.itl.mean * 2 / 8, rel=0.01)
+    assert found.itl.mean == pytest.approx(1e3 * GAP_S) and found.tpot.p50 == pytest.approx(1e3 * GAP_S * 2 / 8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -136,7 +144,7 @@ async def http_500(c: Connection) -> None:
 async def hang(c: Connection) -> None:
     await c.begin()
     await c.events(text("a"))
-    await asyncio.sleep(30)
+    await asyncio.sleep(LIMIT_S)
 
 
 async def cut(c: Connection) -> None:
@@ -193,7 +201,7 @@ async def hang_up(c: Connection) -> None:
     ],
 )
 def test_broken_servers_are_counted_by_kind(handler: Handler, kind: str, detail: str) -> None:
-    result = run(handler, 3, Closed(3), timeout_s=0.3 if handler is hang else 20.0)
+    result = run(handler, 3, Closed(3), timeout_s=0.3 if handler is hang else LIMIT_S)
     assert result.failures == {kind: 3} and not result.complete and not result.good
     assert all(detail in answer.detail and "\n" not in answer.detail for answer in result.answers)
     found = figures(result)
@@ -222,51 +230,68 @@ def test_a_server_that_dies_is_given_up() -> None:
     assert len(result.complete) == 10 and set(result.failures) <= {"connection lost", "no connection"}
     assert sum(result.failures.values()) + 10 + result.not_sent == 500 and result.not_sent > 400
     assert figures(result).output_tokens == 10 and not result.good
-    with pytest.raises(ServerError, match="answers no request: no connection"):
-        measure(Endpoint(server.url, "fake"), [Prompt("p", 1)], Closed(1), warm_up=[Prompt("w", 1)])
+    with socket.socket() as taken, pytest.raises(ServerError, match="answers no request: no connection"):
+        taken.bind(("127.0.0.1", 0))  # nobody listens there, nor can anyone
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        measure(Endpoint(url, "fake"), [Prompt("p", 1)], Closed(1), warm_up=[Prompt("w", 1)])
 
 
 def test_the_closed_loop_keeps_so_many_requests_and_the_warm_up_does_not_count() -> None:
+    """No answer is given before four requests are there; a fifth would have time to come."""
     now = most = 0
+    warm_until, four = 0.0, asyncio.Event()
 
     async def handler(c: Connection) -> None:
-        nonlocal now, most
+        nonlocal now, most, warm_until
+        if c.body["prompt"] == "warm":
+            await whole_answer(c)
+            warm_until = time.perf_counter()
+            return
         now += 1
         most = max(most, now)
+        if now == 4:
+            four.set()
+        await four.wait()
         await asyncio.sleep(0.02)
         now -= 1
-        await no_usage(c)
-
-    async def no_usage(c: Connection) -> None:
-        await c.begin()
-        await c.events(text("a", "stop"), "[DONE]")
-        await c.end()
+        await whole_answer(c)
 
     told: list[int] = []
     result = run(handler, 12, Closed(4), warm_up=[Prompt("warm", 1)] * 3, progress=told.append)
+    assert warm_until < result.began, "it is counted"
     assert most == 4 and len(result.complete) == 12 and told == list(range(1, 13))
     sent = [body["prompt"] for body in result.__dict__["requests"]]
     assert sent == ["warm"] * 3 + ["p"] * 12
-    assert result.began >= min(answer.due for answer in result.answers) - 0.01
+    assert result.began <= min(answer.due for answer in result.answers)
 
 
-def test_the_open_loop_sends_at_its_times_whatever_the_server_does() -> None:
-    """20 requests a second to a server that takes 0.4 s for each: a closed loop would wait."""
+async def whole_answer(c: Connection) -> None:
+    await c.begin()
+    await c.events(text("a", "stop"), "[DONE]")
+    await c.end()
+
+
+def test_the_open_loop_sends_at_its_times_whatever_the_server_does(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is answered before the last request is there: a closed loop would wait for ever."""
+    clock.sleeps(monkeypatch)
+    arrived, last = 0, asyncio.Event()
 
     async def handler(c: Connection) -> None:
-        await asyncio.sleep(0.4)
-        await c.begin()
-        await c.events(text("a", "stop"), "[DONE]")
-        await c.end()
+        nonlocal arrived
+        arrived += 1
+        if arrived == 12:
+            clock.now += 0.4
+            last.set()
+        await last.wait()
+        await whole_answer(c)
 
     result = run(handler, 12, Open(20.0))
-    assert [round(a.due - result.answers[0].due, 9) for a in result.answers] == [
-        round(at, 9) for at in Open(20.0).arrivals(12, 0)
-    ]
-    assert all(answer.sent >= answer.due for answer in result.answers)
-    assert statistics.median(answer.sent - answer.due for answer in result.answers) < LATE_S
-    assert result.answers[-1].sent < result.answers[0].end + 0.4, "a closed loop would send the twelfth after 4.4 s"
-    assert all(answer.e2e_s >= 0.4 for answer in result.answers)
+    arrivals = Open(20.0).arrivals(12, 0)
+    assert [a.due - result.began for a in result.answers] == pytest.approx(arrivals)
+    assert [a.sent - a.due for a in result.answers] == pytest.approx([0.0] * 12, abs=1e-9)
+    assert [a.e2e_s for a in result.answers] == pytest.approx([arrivals[-1] + 0.4 - at for at in arrivals])
     assert "closed" not in " ".join(figures(result).notes())
 
 
@@ -298,15 +323,13 @@ def test_percentiles_and_a_single_value() -> None:
 
 
 def test_a_late_client_says_so() -> None:
-    async def handler(c: Connection) -> None:
-        await c.begin()
-        await c.events(text("a", "stop"), "[DONE]")
-        await c.end()
-
     def block(done: int) -> None:
         time.sleep(0.1)
 
-    assert any("this client was" in note for note in figures(run(handler, 5, progress=block)).notes())
+    result = run(whole_answer, 5, progress=block)
+    assert max(result.lag_s) > 0.08
+    late, punctual = (figures(replace(result, lag_s=lags)).notes() for lags in ([0.1] * 5, [0.001] * 5))
+    assert any("this client was 100.0 ms late" in note for note in late) and not any("late" in n for n in punctual)
 
 
 def test_random_prompts_have_their_length_and_warm_ups_another_beginning() -> None:
@@ -352,9 +375,9 @@ def test_addresses() -> None:
             base_url(wrong)
 
 
-def test_the_row_of_a_closed_loop() -> None:
+def test_the_row_of_a_closed_loop(clock: Clock) -> None:
     facts = {"server": "s", "version": "1", "kv_cache_dtype": "fp8", "context": 7, "gpu": "g", "versions": "v"}
-    result = run(paced, 2, Closed(2))
+    result = run(paced(clock), 2, Closed(2))
     row = serving_row(result, **facts)  # type: ignore[arg-type]
     assert list(row) == [
         "server", "version", "model", "kv_cache_dtype", "batch", "context", "ms_per_token", "ttft_ms", "gpu", "versions",
@@ -387,20 +410,23 @@ def test_bodies_that_cannot_be_shown_are_failures_on_one_line(handler: Handler, 
 
 def test_the_list_of_models_has_a_time_as_a_whole() -> None:
     """One byte now and then would reset a time between two bytes."""
+    over = threading.Event()
 
     def drip(server: socket.socket) -> None:
         connection, _ = server.accept()
         with contextlib.suppress(OSError), connection:
             connection.recv(1000)
-            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n")
-            for _ in range(50):
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 500000\r\n\r\n")
+            while not over.wait(0.05):
                 connection.sendall(b" ")
-                time.sleep(0.1)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=drip, args=(server,), daemon=True).start()
-        with pytest.raises(ServerError, match=r"within 0.4 s"):
-            discover(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.4)
+        try:
+            with pytest.raises(ServerError, match=r"within 0.4 s"):
+                discover(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.4)
+        finally:
+            over.set()
 
 
 def test_a_body_that_is_no_json_is_refused_before_it_is_sent() -> None:
@@ -412,15 +438,15 @@ def test_a_body_that_is_no_json_is_refused_before_it_is_sent() -> None:
 
 
 def test_more_places_than_prompts() -> None:
-    assert len(run(paced, 2, Closed(10**12)).complete) == 2
+    assert len(run(whole_answer, 2, Closed(10**12)).complete) == 2
 
 
 def test_a_long_line_in_small_pieces_is_read_in_linear_time() -> None:
-    reader, began = EventReader(), time.process_time()
+    reader, began = EventReader(), time.thread_time()
     for _ in range(8 << 10):
         assert reader.push(b"a" * (1 << 10)) == []
     assert reader.push(b"\ndata: x\n\n") == ["x"]
-    assert time.process_time() - began < 2.0, "8 MiB: quadratic would be 32 GiB of copies"
+    assert time.thread_time() - began < 2.0, "8 MiB: quadratic would be 32 GiB of copies"
     with pytest.raises(ValueError, match="more than"):
         for _ in range(17):
             reader.push(b"a" * (1 << 20))

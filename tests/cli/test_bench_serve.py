@@ -53,7 +53,7 @@ def test_our_own_server_in_a_closed_loop(live: LiveServer, tmp_path: Path, capsy
         assert (row["complete"], row["output_tokens"], row["prompt_tokens"]) == ("5", "30", "100")
         assert row["cached_tokens"] == "0", "prompts of another load and of the warm-up are others"
         assert 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"]) <= float(row["e2e_p99_ms"])
-        assert float(row["itl_p50_ms"]) > 0 and float(row["output_tokens_per_s"]) > 0
+        assert float(row["itl_p50_ms"]) >= 0 and float(row["output_tokens_per_s"]) > 0
     assert not drawn or picture.read_bytes().startswith(b"\x89PNG")
     after = live.wait_idle()
     assert after.requests_total - before.requests_total == 2 * (5 + 1)
