@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 
 import pytest
 
@@ -11,6 +10,12 @@ from uncast.engine import template
 from uncast.engine.template import TemplateError, render
 
 TALK = [{"role": "user", "content": " hello\nthere "}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.fixture(autouse=True)
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, the clock stops nothing here but what hangs."""
+    monkeypatch.setattr(template, "MAX_SECONDS", 600.0)
 
 
 def test_ordinary_templates_render() -> None:
@@ -76,10 +81,11 @@ NEST = "{% set ns = namespace(s=['ab']) %}{% for i in range(60) %}"
     ],
 )  # fmt: skip
 def test_a_template_cannot_hang_or_fill_memory(source: str) -> None:
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    """What it does is counted, and ends it long before the clock would."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(TemplateError, match=r"the chat template (was stopped|fails): ") as caught:
         render(source, TALK)
-    assert time.monotonic() - began < template.MAX_SECONDS + 5
+    assert "takes longer than" not in str(caught.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000, "kilobytes"
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
