@@ -126,6 +126,7 @@ def vllm_options(args: argparse.Namespace, backend: str) -> dict[str, Any]:
         "model": args.model, "dtype": "bfloat16", "kv_cache_dtype": "fp8", "max_num_seqs": args.widest,
         "max_model_len": max(case.context for case in args.cases) + args.tokens + 64, "max_num_batched_tokens": 8192,
         "kv_cache_memory_bytes": VLLM_POOL_GIB << 30, "seed": 0, "compilation_config": graphs,
+        "gpu_memory_utilization": 0.4,  # what must be free at the start: other servers are on the GPU, too
     }  # fmt: skip
     return options | ({"attention_backend": backend} if backend else {})
 
@@ -134,7 +135,7 @@ def start(name: str, args: argparse.Namespace) -> Server:
     port, log = free_port(), args.out / f"server-{name.replace(':', '-')}.log"
     more = {
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork", "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     process = subprocess.Popen(

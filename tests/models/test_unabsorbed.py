@@ -83,7 +83,7 @@ def test_all_modes_agree_to_rounding(layout: str, page_size: int, model: MLADeco
 @pytest.mark.parametrize(("q_len", "kv_len"), [(2, 2), (70, 70), (3, 600), (513, 513), (700, 1500)])
 def test_one_layer_agrees_on_the_same_rows(layout: str, q_len: int, kv_len: int, model: MLADecoder) -> None:
     case = Case(model, layout, q_len, kv_len)
-    assert relative(case.unabsorbed(), case.absorbed()) <= 3e-6
+    assert relative(case.unabsorbed(), case.absorbed()) <= 1e-5
 
 
 class Case:

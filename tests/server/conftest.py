@@ -1,7 +1,8 @@
-"""One tiny model per worker, with a short and a long context."""
+"""One tiny model per worker, with a short and a long context; no outcome depends on a machine's speed or its proxies."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,17 @@ import pytest
 from tests.server.live import LiveServer, live_server, with_context
 from tests.tiny_model import build_model_folder
 from uncast.engine.tokenizer import Tokenizer
+from uncast.server import body, run
 
 VOCAB = 282
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times after which a server gives a client up are out of reach, even where everything stands still for seconds."""
+    monkeypatch.setattr(body, "_DISCARD_SECONDS", 600.0)
+    monkeypatch.setattr(run, "_CLOSE_S", 600)
 
 
 @pytest.fixture(scope="session")

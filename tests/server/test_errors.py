@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.live import LiveServer, live_server, make_engine, post, request, wait_until
+from tests.server.hold import at, hold
+from tests.server.live import LIMIT_S, LiveServer, live_server, make_engine, post, request, wait_until
 from uncast.server.responses import ErrorBody
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -205,7 +206,7 @@ def test_the_body_limit(small: LiveServer) -> None:
     headers = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
 
     def send(content: Any) -> httpx.Response:
-        return request("POST", small.url + COMPLETE, content=content, headers=headers, timeout=30)
+        return request("POST", small.url + COMPLETE, content=content, headers=headers)
 
     body = json.dumps({**PROMPT, "user": ""})
     assert send(json.dumps({**PROMPT, "user": "u" * (2000 - len(body))})).status_code == 200
@@ -252,9 +253,10 @@ def test_a_compressed_body_is_refused(server: LiveServer, given: str) -> None:
 
 def test_a_full_queue_gives_429_and_runs_none_of_the_choices(long_folder: Path) -> None:
     engine = make_engine(long_folder, max_running=1, max_waiting=3)
-    with live_server(long_folder, engine) as live, httpx.Client(base_url=live.url, timeout=60) as client:
+    with live_server(long_folder, engine) as live, httpx.Client(base_url=live.url, timeout=LIMIT_S) as client:
         running = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        with client.stream("POST", COMPLETE, json=running) as first:
+        held = hold(engine.engine, lambda: at(engine.engine, 1))
+        with held, client.stream("POST", COMPLETE, json=running) as first:
             assert first.status_code == 200
             wait_until(lambda: live.stats().running == 1)
             with client.stream("POST", COMPLETE, json={**running, "n": 2}):

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.live import LiveServer, live_server, make_engine, metrics, post, request, wait_until
+from tests.server.hold import at, hold
+from tests.server.live import LIMIT_S, LiveServer, live_server, make_engine, metrics, post, request, wait_until
 from uncast.server.profiler import _compress
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -23,12 +24,12 @@ LONG = {"prompt": "the latent", "max_tokens": 4000, "ignore_eos": True}
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_failed_is_unhealthy_and_ends_open_answers(long_folder: Path) -> None:
     engine = make_engine(long_folder)
-    with live_server(long_folder, engine) as live, httpx.Client(base_url=live.url, timeout=30) as client:
-        with client.stream("POST", COMPLETE, json={**LONG, "stream": True}) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+    with live_server(long_folder, engine) as live, httpx.Client(base_url=live.url, timeout=LIMIT_S) as client:
+        held = hold(engine.engine, lambda: at(engine.engine, 1))
+        with held, client.stream("POST", COMPLETE, json={**LONG, "stream": True}) as stream:
+            wait_until(lambda: live.stats().running == 1)
             engine.engine.step = _explode  # type: ignore[method-assign]
-            rest = [line for line in lines if line]
+            rest = [line for line in stream.iter_lines() if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_failed"
         assert rest[-1] == "data: [DONE]"
         assert client.get("/health").status_code == client.get("/ready").status_code == 503
@@ -54,14 +55,15 @@ def test_a_client_that_leaves_frees_its_pages(live: LiveServer, path: str, strea
     before = live.wait_idle()
     gone = f'uncast_http_responses_total{{route="{path}",status="499"}}'
     gone_before = metrics(live.url).get(gone, 0)
-    with socket.create_connection(live.url.removeprefix("http://").split(":")) as sock:  # type: ignore[arg-type]
+    held = hold(live.engine.engine, lambda: at(live.engine.engine, 2))
+    with held, socket.create_connection(live.url.removeprefix("http://").split(":")) as sock:  # type: ignore[arg-type]
         raw = json.dumps(body).encode()
         sock.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n".encode())
         sock.sendall(f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-        wait_until(
-            lambda: live.stats().running == 2 and live.stats().completion_tokens_total > before.completion_tokens_total
-        )
-    after = live.wait_idle()
+        wait_until(lambda: live.stats().completion_tokens_total == before.completion_tokens_total + 2)
+        sock.close()
+        after = live.wait_idle()
+    assert after.completion_tokens_total == before.completion_tokens_total + 2
     assert after.finished_total["abort"] == before.finished_total["abort"] + 2
     if not stream:
         wait_until(lambda: metrics(live.url).get(gone, 0) == gone_before + 1)
@@ -74,14 +76,15 @@ def test_a_client_that_leaves_while_it_waits_or_sends_costs_nothing(live: LiveSe
     head = (
         f"POST {COMPLETE} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     )
-    with ExitStack() as stack:
+    with ExitStack() as stack, hold(live.engine.engine, lambda: at(live.engine.engine, 8)):
         socks = [stack.enter_context(socket.create_connection(address)) for _ in range(20)]  # type: ignore[arg-type]
         for sock in socks:
             sock.sendall(head.encode() + raw)
-        wait_until(lambda: live.engine.active == 20)
+        wait_until(lambda: live.engine.active == 20 and live.stats().running == 8)
         unfinished = stack.enter_context(socket.create_connection(address))  # type: ignore[arg-type]
         unfinished.sendall(head.encode() + raw[:10])
-    after = live.wait_idle()
+        stack.close()
+        after = live.wait_idle()
     assert after.requests_total == before.requests_total + 20 and after.waiting == 0
 
 
@@ -137,7 +140,7 @@ def test_a_profile_is_a_trace_of_the_steps(folder: Path, tmp_path: Path) -> None
             path = Path(request("POST", live.url + "/start_profile").json()["path"])
             again = request("POST", live.url + "/start_profile")
             assert again.status_code == 409 and str(path) in again.json()["error"]["message"]
-            post(live.url + COMPLETE, {"prompt": "a", "max_tokens": 8})
+            post(live.url + COMPLETE, {"prompt": "a", "max_tokens": 8, "ignore_eos": True})
             stopped = request("POST", live.url + "/stop_profile")
             assert stopped.json() == {"status": "written", "path": str(path)}
             assert request("POST", live.url + "/stop_profile").status_code == 409

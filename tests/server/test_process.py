@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.live import ServerProcess, metrics, post, wait_until
+from tests.server.live import LIMIT_S, ServerProcess, metrics, post, wait_until
 from uncast.cli.main import main
 from uncast.server.state import ServerConfig
 
@@ -24,26 +24,34 @@ COMPLETE = "/v1/completions"
 LONG = {"prompt": "the latent", "max_tokens": 4000, "ignore_eos": True}
 
 
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(long_folder: Path) -> None:
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """Where a server's steps are held by a file."""
+    return tmp_path / "gate"
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(long_folder: Path, gate: Path) -> None:
     body = {"prompt": "the latent", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
-    options = ("--grace-seconds", "60", "--max-running", "8", "--kv-pool-tokens", "4096")
-    with ServerProcess(long_folder, *options) as server, ThreadPoolExecutor(8) as pool:
+    options = ("--grace-seconds", "600", "--max-running", "8", "--kv-pool-tokens", "4096")
+    with ServerProcess(long_folder, *options, gate=gate) as server, ThreadPoolExecutor(8) as pool:
+        server.hold(6)
         whole = [pool.submit(post, server.url + COMPLETE, body) for _ in range(3)]
         streams = [pool.submit(_stream, server.url, body) for _ in range(3)]
         wait_until(lambda: metrics(server.url)["uncast_requests_running"] == 6)
-        with httpx.Client(base_url=server.url, timeout=30) as client:
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
             assert client.get("/ready").status_code == 200
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: client.get("/ready").status_code == 503)
             assert client.get("/ready").json() == {"status": "draining"} and client.get("/health").status_code == 200
             refused = post(server.url + COMPLETE, body)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        server.release()
         answers = [future.result() for future in whole]
         assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [150] * 3
         assert [future.result()[-1] for future in streams] == ["data: [DONE]"] * 3
         assert not any('"error"' in line for future in streams for line in future.result())
         assert server.wait() == 0
-        assert "Traceback" not in server.output and "6 running requests have 60 s" in server.output
+        assert "Traceback" not in server.output and "6 running requests have 600 s" in server.output
 
 
 @pytest.mark.parametrize(("options", "steps"), [((), 1), (("--max-step-tokens", "16", "--max-running", "8"), 3)])
@@ -58,15 +66,14 @@ def test_long_prompts_take_as_many_steps_as_the_option_says(
 
 
 def _stream(url: str, body: dict[str, Any]) -> list[str]:
-    with httpx.stream("POST", url + COMPLETE, json={**body, "stream": True}, timeout=60) as response:
+    with httpx.stream("POST", url + COMPLETE, json={**body, "stream": True}, timeout=LIMIT_S) as response:
         return [line for line in response.iter_lines() if line]
 
 
-def test_after_the_grace_time_requests_are_aborted(long_folder: Path) -> None:
-    with (
-        ServerProcess(long_folder, "--grace-seconds", "0.3", "--api-key", "k") as server,
-        ThreadPoolExecutor(2) as pool,
-    ):
+def test_after_the_grace_time_requests_are_aborted(long_folder: Path, gate: Path) -> None:
+    options = ("--grace-seconds", "0.3", "--api-key", "k")
+    with ServerProcess(long_folder, *options, gate=gate) as server, ThreadPoolExecutor(2) as pool:
+        server.hold(1)
         headers = {"Authorization": "Bearer k"}
         whole = pool.submit(post, server.url + COMPLETE, LONG, headers=headers)
         wait_until(lambda: metrics(server.url)["uncast_requests_running"] == 1)
@@ -78,8 +85,9 @@ def test_after_the_grace_time_requests_are_aborted(long_folder: Path) -> None:
         assert "Traceback" not in server.output
 
 
-def test_a_second_signal_stops_at_once_and_a_taken_port_is_one_sentence(long_folder: Path) -> None:
-    with ServerProcess(long_folder, "--grace-seconds", "600") as server:
+def test_a_second_signal_stops_at_once_and_a_taken_port_is_one_sentence(long_folder: Path, gate: Path) -> None:
+    with ServerProcess(long_folder, "--grace-seconds", "600", gate=gate) as server:
+        server.hold(1)
         port = server.url.rpartition(":")[2]
         code, errors = serve_here(long_folder, "--port", port)
         assert code == 1 and errors == f"uncast: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
@@ -89,7 +97,7 @@ def test_a_second_signal_stops_at_once_and_a_taken_port_is_one_sentence(long_fol
         server.process.send_signal(signal.SIGINT)
         server.line("(shutting down): 1 running")
         server.process.send_signal(signal.SIGINT)
-        assert server.wait(5) == 128 + signal.SIGINT
+        assert server.wait() == 128 + signal.SIGINT
         assert "stopped at once" in server.output and "Traceback" not in server.output
 
 
@@ -111,7 +119,7 @@ def serve_here(folder: Path, *options: str) -> tuple[int, str]:
     [
         (["--model", "/nowhere"], 2, "/nowhere is not a folder with a model in it"),
         (["--port", "70000"], 2, "port is 70000: allowed are 0 to 65535"),
-        (["--host", "256.1.1.1"], 1, "cannot listen on 256.1.1.1 port 0"),
+        (["--host", "a..b"], 1, "cannot listen on a..b port 0"),
         (["--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1 port 0"),
         (["--profile-dir", "/proc/traces"], 1, "cannot write to /proc/traces"),
         (["--max-queue", "0"], 2, "max_queue is 0: at least 1 is needed"),
@@ -132,6 +140,15 @@ def test_what_cannot_work_is_one_sentence(folder: Path, options: list[str], code
     found, errors = serve_here(folder, *options)
     assert found == code
     assert sentence in errors and errors.count("\n") == 1 and errors.startswith("uncast: ")
+
+
+def test_a_host_without_an_address_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str, port: int, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    code, errors = serve_here(folder, "--host", "nowhere")
+    assert code == 1 and errors == "uncast: cannot listen on nowhere port 0: Name or service not known\n"
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.server.live import MODEL, ServerProcess, make_engine, metrics, request
+from tests.server.live import LIMIT_S, MODEL, ServerProcess, make_engine, metrics, request
 from uncast.cli.main import main
 from uncast.engine.runner import ModelRunner, RunnerError
+from uncast.server import start
 from uncast.server.run import ListenError, bind, serve
 from uncast.server.start import PHASES, StartClock, process_age
 from uncast.server.state import Served, ServerConfig, ServerState
@@ -26,7 +28,7 @@ from uncast.cli.main import main
 
 def warm_up(engine):
     print("warming up", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 
 serve.warm_up = warm_up
 sys.exit(main(["serve", "--port", "0", "--model", sys.argv[1]]))
@@ -46,7 +48,7 @@ def test_until_the_warm_up_is_over_nobody_can_connect_and_a_signal_ends_in_order
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0 and process.stdout.read() == ""
+        assert process.wait(LIMIT_S) == 0 and process.stdout.read() == ""
     finally:
         process.kill()
         process.communicate()
@@ -88,14 +90,20 @@ def test_a_port_that_another_process_took_meanwhile_is_one_sentence(folder: Path
             asyncio.run(serve(state, sock, lambda line: None))
 
 
-def test_the_clock_tells_phases_and_kernels() -> None:
-    clock = StartClock(2.0)
-    clock.mark("imports")
-    clock.mark("weights")
-    assert 2 <= clock.seconds["imports"] < 3 and clock.seconds["weights"] < 1
-    assert clock.total == sum(clock.seconds.values())
+def test_the_clock_tells_phases_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 10.5, 11.75])
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "time", SimpleNamespace(monotonic=lambda: next(times)))
+        clock = StartClock(2.0)
+        clock.mark("imports")
+        clock.mark("weights")
+    assert clock.seconds == {"imports": 2.5, "weights": 1.25} and clock.total == 3.75
     clock.kernels = lambda: {"compiled": 3, "found": 4}
-    line = clock.describe()
-    assert line.startswith("started in 2.") and line.endswith("; 3 kernels compiled, 4 found compiled")
-    assert 0 < process_age() < 24 * 3600
+    assert clock.describe() == "started in 3.8 s: imports 2.5, weights 1.2; 3 kernels compiled, 4 found compiled"
     assert StartClock().seconds == {}
+
+
+def test_a_process_knows_its_age() -> None:
+    young = "from uncast.server.start import process_age; print(process_age())"
+    age = float(subprocess.run([sys.executable, "-c", young], capture_output=True, check=True).stdout)
+    assert 0 < age < process_age()
