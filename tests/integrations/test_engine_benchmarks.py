@@ -115,10 +115,14 @@ def test_states_of_engines() -> None:
 
     command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
     process = subprocess.Popen(command)
-    assert vllm_engine.wait_for({"one": process}, 20)["one"] == "stopped"
-    assert vllm_engine.wait_for({"one": process}, 0.2)["one"] == "running"
-    process.send_signal(signal.SIGCONT)
-    assert vllm_engine.wait_for({"one": process}, 20)["one"] == "ended"
+    try:
+        assert vllm_engine.wait_for({"one": process}, 600)["one"] == "stopped"
+        assert vllm_engine.wait_for({"one": process}, 0.2)["one"] == "running"
+        process.send_signal(signal.SIGCONT)
+        assert vllm_engine.wait_for({"one": process}, 600)["one"] == "ended"
+    finally:
+        process.kill()
+        process.wait()
     assert vllm_engine.busy_ms([(0, 2000), (1000, 3000), (5000, 6000)]) == 4
 
 
