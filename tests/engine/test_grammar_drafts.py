@@ -9,7 +9,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 
 pytest.importorskip("llguidance")
 from tests.engine.workload import make_engine, run_all, tokens_of
@@ -39,7 +38,6 @@ LETTER: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def glm() -> MLADecoder:
-    torch.set_num_threads(1)
     return load_model(BUNDLED["tiny-glm"], mtp=True)
 
 

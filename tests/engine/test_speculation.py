@@ -24,7 +24,6 @@ TEXT = (BUNDLED["tiny-glm"] / "heldout.txt").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def glm() -> MLADecoder:
-    torch.set_num_threads(1)
     return load_model(BUNDLED["tiny-glm"], mtp=True)
 
 
