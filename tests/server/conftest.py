@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.live import LiveServer, live_server, with_context
+from tests.server.live import LiveServer, live_server, make_engine, with_context
 from tests.tiny_model import build_model_folder
 from uncast.engine.tokenizer import Tokenizer
 from uncast.server import body, run
@@ -41,6 +41,7 @@ def long_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LiveServer]:
-    with live_server(folder) as live:
+    """Deterministic: choices of one request run in steps together or not, as they happen to arrive."""
+    with live_server(folder, make_engine(folder, deterministic=True)) as live:
         yield live
         live.wait_idle()

@@ -70,7 +70,12 @@ class LiveServer:
         self.url = url_of(sock)
         # An idle connection is closed by the client alone: closed by both at about the same time, it takes a request with it.
         config = uvicorn.Config(
-            create_app(state), http="h11", lifespan="off", log_level="warning", access_log=False, timeout_keep_alive=3600
+            create_app(state),
+            http="h11",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=3600,
         )
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from uncast.server.chat_format import ChatFormat
@@ -112,7 +112,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), name=st.sampled_from([*FORMATS]), inside=st.sampled_from([None, True, False]))
 def test_any_cut_gives_the_same(data: st.DataObject, name: str, inside: bool | None) -> None:
     form = FORMATS[name]

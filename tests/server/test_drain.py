@@ -46,7 +46,9 @@ class SlowClient:
         return b"".join(parts).decode()
 
 
-def serve_while(state: ServerState, sock: socket.socket, said: list[str], act: Callable[[Callable[[], None]], None]) -> int:
+def serve_while(
+    state: ServerState, sock: socket.socket, said: list[str], act: Callable[[Callable[[], None]], None]
+) -> int:
     """The exit code of `serve`. From "ready" on `act` runs in a thread; it is given what sends the one signal. Its error ends
     the server and is raised here."""
     sent, over = threading.Event(), threading.Event()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.live import ServerProcess, metrics, post
+from tests.server.live import ServerProcess, metrics, post, wait_until
 from tests.tiny_model import build_model_folder
 from uncast.cli.main import main
 
@@ -26,9 +26,13 @@ def test_served_texts_are_those_of_generate(tmp_path: Path, capsys: pytest.Captu
     longest = max(facts["prompt_tokens"] for facts in alone) + 20
     pool = str(-(-longest // 8) * 8 + 24)
     options = ("--kv-pool-tokens", pool, "--page-size", "8", "--kv-cache-dtype", "fp32")
-    with ServerProcess(folder, *options) as server, ThreadPoolExecutor(3) as clients:
+    with ServerProcess(folder, *options, gate=tmp_path / "gate") as server, ThreadPoolExecutor(3) as clients:
         bodies = [{"prompt": prompt, "max_tokens": 20, "temperature": 0} for prompt in PROMPTS]
-        answers = list(clients.map(lambda body: post(server.url + "/v1/completions", body).json(), bodies))
+        server.hold(3)
+        asked = [clients.submit(post, server.url + "/v1/completions", body) for body in bodies]
+        wait_until(lambda: metrics(server.url)["uncast_requests_total"] == 3)
+        server.release()
+        answers = [future.result().json() for future in asked]
         seen = metrics(server.url)
     assert [answer["choices"][0]["text"] for answer in answers] == [facts["text"] for facts in alone]
-    assert seen["uncast_kv_cache_bytes_read_total"] > 0
+    assert seen["uncast_preemptions_total"] > 0 and seen["uncast_kv_cache_bytes_read_total"] > 0

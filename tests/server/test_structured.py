@@ -12,8 +12,9 @@ import jsonschema
 import openai
 import pytest
 
-from tests.server.live import MODEL, LiveServer, live_server, make_engine
+from tests.server.live import LIMIT_S, MODEL, LiveServer, live_server, make_engine
 from tests.tiny_model import build_model_folder
+from uncast.engine import grammar
 from uncast.server.tool_formats import FORMATS
 
 pytest.importorskip("llguidance")
@@ -49,6 +50,12 @@ TEMPLATE = (
 CHAT = [{"role": "user", "content": "the latent"}]
 
 
+@pytest.fixture(autouse=True)
+def _time_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls while a grammar is compiled must not make it too complex."""
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 600)
+
+
 @pytest.fixture(scope="module")
 def tools_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = build_model_folder(
@@ -79,16 +86,21 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
 
 
-def test_a_schema_is_followed_by_every_choice_streamed_or_not(client: openai.OpenAI) -> None:
+def test_a_schema_is_followed_by_every_choice_streamed_or_not(tools_folder: Path) -> None:
     options = {"response_format": schema_format(PERSON), "n": 3, "logprobs": True}
-    whole = chat(client, **options)
+    texts = ["", "", ""]
+    # Deterministic: the choices run in steps together or not, as they happen to arrive.
+    with (
+        live_server(tools_folder, make_engine(tools_folder, deterministic=True)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        whole = chat(client, **options)
+        for chunk in chat(client, stream=True, **options):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
     for choice in whole.choices:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), PERSON)
-    texts = ["", "", ""]
-    for chunk in chat(client, stream=True, **options):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices]
 
 
@@ -177,7 +189,7 @@ def test_a_schema_after_reasoning(client: openai.OpenAI, live: LiveServer) -> No
 
 def refused(live: LiveServer, **fields: Any) -> dict[str, Any]:
     body = {"messages": CHAT, "max_tokens": 5, **fields}
-    response = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=60)
+    response = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=LIMIT_S)
     assert response.status_code == 400, response.text
     error: dict[str, Any] = response.json()["error"]
     assert "\n" not in error["message"] and "Traceback" not in error["message"]
@@ -217,6 +229,6 @@ def test_tools_need_a_known_format(server: LiveServer) -> None:
 def test_a_client_that_leaves_a_structured_stream_leaves_nothing_behind(live: LiveServer) -> None:
     body = {"messages": CHAT, "max_tokens": 800, "stream": True, "response_format": {"type": "json_object"}}
     for _ in range(3):
-        with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=30) as response:
+        with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=LIMIT_S) as response:
             next(response.iter_lines())
     live.wait_idle()
