@@ -31,6 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from uncast.engine import static_step
+from uncast.numerics import e2m1
+
 _SMALL = 1 << 14
 _SHARED = {80: 167_936, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
 _SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
@@ -363,6 +366,9 @@ def fake_cuda(arch: int = 90, sms: int = 132, memory: int = 141 << 30) -> Iterat
         "max_memory_allocated": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
     }  # fmt: skip
     with ExitStack() as stack:
+        for remembered in (static_step._capture_stream, e2m1._pairs):  # by device: no other mode's, nor a real GPU's
+            remembered.cache_clear()
+            stack.callback(remembered.cache_clear)
         for name, value in there.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))

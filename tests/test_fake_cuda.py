@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.fake_cuda import HostSync, fake_cuda
+from uncast.engine import static_step
+from uncast.numerics import e2m1
 
 triton = pytest.importorskip("triton")
 
@@ -65,3 +67,12 @@ def test_launches_are_seen_in_order() -> None:
         assert gpu.names() == []
         graph.replay()
         assert gpu.names() == ["_kernel"]
+
+
+def test_nothing_of_one_pretended_gpu_is_left_for_the_next() -> None:
+    packed = torch.zeros(2, 4, dtype=torch.uint8)
+    for _ in range(2):
+        with fake_cuda() as gpu:
+            assert e2m1.decode(gpu.move(packed)).shape == (2, 8)
+            assert isinstance(static_step._capture_stream(0), torch.cuda.Stream)
+    assert not e2m1.decode(packed).is_cuda and static_step._capture_stream.cache_info().currsize == 0
