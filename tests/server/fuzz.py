@@ -15,13 +15,14 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
+_PATIENCE_S = 0.05
 STRANGE: list[Any] = [
     None, True, False, 0, -1, 1, 2, 0.5, -0.5, 1e-320, 1e308, -1e308, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 10**40, 10**400,
     "", "0", "a", "\x00", "\u202e", "\ufffe", "é" * 50, "🙂" * 30, "x" * 5000, "NaN", "null", [], [[]], [[[]]], {}, {"a": {}},
@@ -51,11 +52,13 @@ class Report:
 
     Attributes:
         statuses: answers by status; 0 counts clients that left.
+        last: by seed, the status that ended the attempt.
         faults: sentences about attempts that broke a rule.
         slowest_s: of one answer.
     """
 
     statuses: Counter[int] = field(default_factory=Counter)
+    last: dict[int, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
 
@@ -158,16 +161,45 @@ def attempt(seed: int) -> Attempt:
     return Attempt(path, raw, content_type, rng.uniform(0, 0.05) if rng.random() < 0.1 else None)
 
 
-async def run(url: str, seeds: range, *, clients: int = 8, limit_s: float = 60, draining: bool = False) -> Report:
-    """Sends the attempts of all seeds and checks the answers."""
-    report, left = Report(), iter(seeds)
+async def run(
+    url: str,
+    seeds: Iterable[int],
+    *,
+    clients: int = 8,
+    limit_s: float = 60,
+    draining: bool = False,
+    everyone_leaves: bool = False,
+    patient: bool = False,
+    report: Report | None = None,
+) -> Report:
+    """Sends the attempts of all seeds and checks the answers.
+
+    Args:
+        limit_s: for one answer.
+        draining: 503 is an answer, too.
+        everyone_leaves: within 50 ms, instead of one client in ten.
+        patient: an attempt that gets 429 is sent again until it does not.
+        report: filled as answers come; a new one unless given.
+    """
+    report, left = Report() if report is None else report, iter(seeds)
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=limit_s, verify=False) as client:
 
         async def worker() -> None:
             for seed in left:
+                what = attempt(seed)
+                if everyone_leaves and what.leave_s is None:
+                    what.leave_s = 0.0005 * (seed % 100)
                 began = time.monotonic()
-                fault = await _send(client, attempt(seed), report, draining)
+                status, fault = await _send(client, what, draining)
+                while status == 429 and patient and fault is None:
+                    report.statuses[status] += 1
+                    await asyncio.sleep(_PATIENCE_S)
+                    began = time.monotonic()
+                    status, fault = await _send(client, what, draining)
+                if status is not None:
+                    report.statuses[status] += 1
+                    report.last[seed] = status
                 report.slowest_s = max(report.slowest_s, time.monotonic() - began)
                 if fault:
                     report.faults.append(f"seed {seed}: {fault}")
@@ -176,20 +208,19 @@ async def run(url: str, seeds: range, *, clients: int = 8, limit_s: float = 60, 
     return report
 
 
-async def _send(client: httpx.AsyncClient, what: Attempt, report: Report, draining: bool) -> str | None:
+async def _send(client: httpx.AsyncClient, what: Attempt, draining: bool) -> tuple[int | None, str | None]:
+    """The answer's status, 0 if the client left, None without an answer; and what is wrong with it."""
     headers = {"Content-Type": what.content_type} if what.content_type else {}
     request = client.post(what.path, content=what.raw, headers=headers)
     try:
         response = await (request if what.leave_s is None else asyncio.wait_for(request, what.leave_s))
     except TimeoutError:
-        report.statuses[0] += 1
-        return None
+        return 0, None
     except httpx.TimeoutException:
-        return f"no answer in time to {what.raw[:200]!r}"
+        return None, f"no answer in time to {what.raw[:200]!r}"
     except httpx.HTTPError as error:
-        return f"{type(error).__name__}: {error} to {what.raw[:200]!r}"
-    report.statuses[response.status_code] += 1
-    return check(response, draining)
+        return None, f"{type(error).__name__}: {error} to {what.raw[:200]!r}"
+    return response.status_code, check(response, draining)
 
 
 def check(response: httpx.Response, draining: bool) -> str | None:
