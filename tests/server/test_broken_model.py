@@ -33,7 +33,7 @@ def test_logits_that_are_not_numbers_are_a_clear_error(
         for path, given in (("/v1/completions", body), ("/v1/chat/completions", chat)):
             answer = post(live.url + path, given)
             if stream:
-                events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+                events = [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
                 assert events[-1] == "[DONE]"
                 error = json.loads(events[-2])["error"]
             else:
