@@ -24,6 +24,17 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_CLOSE_S", 600)
 
 
+@pytest.fixture(autouse=True)
+def _same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis also draws constants that it finds in our modules, those that happen to be imported by now; not here."""
+    from hypothesis.internal.conjecture import providers
+
+    if hasattr(providers, "_local_constants"):  # private: another release may do it in another way
+        nothing = type(providers._local_constants)()
+        monkeypatch.setattr(providers, "_get_local_constants", lambda: nothing)
+        providers.CONSTANTS_CACHE.cache.clear()
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Context of 96 tokens: every request ends within a second."""
