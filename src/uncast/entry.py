@@ -9,11 +9,13 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from types import FrameType
 from typing import TextIO
 
 INTERRUPTED = 130
 CLOSED_PIPE = 141
+_python_format = warnings.formatwarning
 
 
 def run() -> int:
@@ -35,12 +37,22 @@ def _run() -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # half a surrogate pair, or a terminal without Unicode
+    warnings.formatwarning = _formatted
     try:
         return main()
     except SystemExit as error:  # argparse, after its own message
         return error.code if isinstance(error.code, int) else 1
     except OSError:  # not even the message could be written
         return 1
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """uncast's own warnings are one line; others keep the place in the code that they are about."""
+    if category.__module__.partition(".")[0] == "uncast":
+        return f"uncast: warning: {message}\n"
+    return _python_format(message, category, filename, lineno, line)
 
 
 def _flushed(code: int) -> int:

@@ -45,6 +45,20 @@ def interrupted(*args, **options):
 
 generate.load_with_bar = interrupted
 """
+WARNS = """
+import warnings
+
+from uncast.attention import ClaimedCapabilityWarning
+from uncast.cli import main
+from uncast.cli.main import WorkError
+
+def warns(arguments):
+    warnings.warn("it is claimed but not verified", ClaimedCapabilityWarning)
+    warnings.warn("of another package", UserWarning)
+    raise WorkError("enough")
+
+main.importlib.import_module = lambda _: type("Module", (), {"run": staticmethod(warns)})
+"""
 LONG = ["generate", "It was", "--max-tokens", "2000"]
 
 
@@ -93,6 +107,12 @@ def test_a_closed_pipe_is_silent() -> None:
     with os.fdopen(writer, "w") as out:
         done = subprocess.run([*COMMAND, "--help"], stdout=out, stderr=subprocess.PIPE, text=True, env=ENV)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_its_own_warnings_are_one_sentence() -> None:
+    done = subprocess.run([*program(WARNS), *LONG], capture_output=True, text=True, env=ENV)
+    assert done.returncode == 1 and done.stderr.startswith("uncast: warning: it is claimed but not verified\n")
+    assert "UserWarning: of another package" in done.stderr and done.stderr.endswith("uncast: enough\n")
 
 
 def test_codes_of_the_command_come_through() -> None:

@@ -66,8 +66,11 @@ def refusal(library: str, arch: int, qk: int, v: int) -> str | None:
         return None if _has_fa3(qk, v) else f"flashinfer's FA3 for widths {qk} and {v} is not compiled here: {hint}"
     if library == "cudnn":
         limit = MAX_WIDTH if arch == 90 else 128
-        if torch.backends.cudnn.version() is None:  # type: ignore[no-untyped-call]
-            return "this torch has no cuDNN: use flash"
+        try:
+            if torch.backends.cudnn.version() is None:  # type: ignore[no-untyped-call]
+                return "this torch has no cuDNN: use flash"
+        except RuntimeError as error:  # another cuDNN than this torch was built with is loaded
+            return f"{str(error).partition('. ')[0]}: use flash"
         return None if max(qk, v) <= limit else f"cudnn takes widths up to {limit} here, not {qk} and {v}: use flash"
     return None
 
