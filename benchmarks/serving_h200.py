@@ -172,17 +172,20 @@ def last_words(log: Path) -> str:
 def per_token_ms(answers: Sequence[Answer]) -> float:
     """Median of the answers' times per token between the moment when all have begun and the one when the first is done.
 
-    Raises:
-        ValueError: an answer has fewer than two chunks there.
+    A server whose streams fall behind its engine sends many tokens at once; where an answer has fewer than two chunks in that
+    time, it is from each answer's own first chunk to its last (`uncast.bench.serve`'s TPOT), which is said.
     """
     begin, end = max(answer.chunks[0] for answer in answers), min(answer.chunks[-1] for answer in answers)
-    times = []
-    for answer in answers:
-        inside = [at for at in answer.chunks if begin <= at <= end]
-        if len(inside) < 2:
-            raise ValueError(f"{len(answers)} answers decode together for less than two tokens: give more --tokens")
-        times.append(1e3 * (inside[-1] - inside[0]) / (len(inside) - 1) * len(answer.chunks) / answer.tokens)
-    return statistics.median(times)
+    inside = [[at for at in answer.chunks if begin <= at <= end] for answer in answers]
+    if min(map(len, inside)) < 2:
+        print(f"{len(answers)} answers share less than two chunks: times from each one's first to its last", flush=True)
+        return statistics.median(
+            1e3 * (answer.chunks[-1] - answer.chunks[0]) / max(answer.tokens - 1, 1) for answer in answers
+        )
+    return statistics.median(
+        1e3 * (times[-1] - times[0]) / (len(times) - 1) * len(answer.chunks) / answer.tokens
+        for times, answer in zip(inside, answers, strict=True)
+    )
 
 
 def measured(server: Server, case: Case, args: argparse.Namespace, vocab: int) -> tuple[float, float]:
@@ -304,7 +307,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--servers", default="uncast,vllm", help="uncast, vllm, vllm:BACKEND (default: %(default)s)")
     parser.add_argument("--contexts", type=numbers, default=[1024, 8192], help="tokens (default: 1024,8192)")
     parser.add_argument("--batches", type=numbers, default=[1, 32], help="requests at a time (default: 1,32)")
-    parser.add_argument("--tokens", type=int, default=128, help="decoded by each request (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="decoded by each request (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="decode runs of a case (default: %(default)s)")
     parser.add_argument("--kv-cache-dtype", default="fp8_e4m3", help="of uncast; the default is what vLLM's fp8 is")
     parser.add_argument("--uncast-options", default="", help="more options of `uncast serve`, in one argument")
