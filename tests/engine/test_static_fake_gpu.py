@@ -10,7 +10,7 @@ import torch
 from tests.fake_cuda import FakeGpu, HostSync, fake_cuda
 from tests.models.fake_gpu import config_of, meta_model
 from uncast.engine.batch import Batch
-from uncast.engine.runner import ModelRunner, Sequence
+from uncast.engine.runner import ModelRunner, RunnerError, Sequence
 from uncast.engine.sampler import Draw
 
 pytest.importorskip("triton")
@@ -97,6 +97,14 @@ def test_experts_that_the_host_calls_are_refused(gpu: FakeGpu) -> None:
     layer.mlp.experts = list(layer.mlp.experts)  # type: ignore[union-attr, arg-type]
     reason = runner.capture(4)
     assert reason is not None and "called one by one by the host" in reason and runner.decode_steps is None
+
+
+def test_a_model_on_another_gpu_than_the_current_one_is_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(
+        RunnerError, match=r"cuda:0 and the current device is cuda:1: call torch.cuda.set_device\(0\) first"
+    ):
+        make_runner(gpu, "glm_flash")
 
 
 def test_this_test_can_fail(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from uncast.engine.decode_steps import DecodeSteps, graph_refusal
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
 from uncast.engine.planning import Planning
-from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool
+from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool, require_current
 from uncast.engine.sampler import Draw
 from uncast.engine.sequence import MTPState, Rows, Sequence, tiles, whole
 from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, StaticStep, StepParts, StepRequest
@@ -59,9 +59,10 @@ class ModelRunner:
 
         Raises:
             LayoutError, Refused, UnknownBackend: layout or backend cannot serve this model.
-            RunnerError: the pool does not fit into memory, the backend runs but does not match the oracle, or `deterministic`
-                cannot be kept on this machine.
+            RunnerError: the pool does not fit into memory, the backend runs but does not match the oracle, `deterministic`
+                cannot be kept on this machine, or the model is on another GPU than the current one.
         """
+        require_current(model.device)
         config = model.config
         layout = row_layout(kv_layout, config.kv_lora_rank, config.qk_rope_head_dim)
         self.model, self.page_size, self.deterministic = model, page_size, deterministic

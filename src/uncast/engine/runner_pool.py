@@ -16,6 +16,17 @@ class RunnerError(RuntimeError):
     """The runner cannot be set up for this model, layout or backend; one sentence."""
 
 
+def require_current(device: torch.device) -> None:
+    """Kernels are launched on the current GPU.
+
+    Raises:
+        RunnerError: `device` is another one.
+    """
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        now = f"the current device is cuda:{torch.cuda.current_device()}"
+        raise RunnerError(f"the model is on {device} and {now}: call torch.cuda.set_device({device.index}) first")
+
+
 def make_pool(
     config: ModelConfig,
     layout: RowLayout,
