@@ -29,7 +29,8 @@ def _same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hypothesis also draws constants that it finds in our modules, those that happen to be imported by now; not here."""
     from hypothesis.internal.conjecture import providers
 
-    if hasattr(providers, "_local_constants"):  # private: another release may do it in another way
+    private = ("_local_constants", "_get_local_constants", "CONSTANTS_CACHE")
+    if all(hasattr(providers, name) for name in private):  # another release may do it in another way
         nothing = type(providers._local_constants)()
         monkeypatch.setattr(providers, "_get_local_constants", lambda: nothing)
         providers.CONSTANTS_CACHE.cache.clear()
