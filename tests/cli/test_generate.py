@@ -315,10 +315,10 @@ def test_an_fp8_cache_without_scales_is_noted(folder: Path, capsys: pytest.Captu
 def test_the_bound_of_the_weight_cache_reaches_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import uncast.checkpoints.load as load
+    from uncast.checkpoints import layer_loader
 
     bounds: list[int] = []
-    cache = load.DequantCache
-    monkeypatch.setattr(load, "DequantCache", lambda max_bytes: bounds.append(max_bytes) or cache(max_bytes))
+    cache = layer_loader.DequantCache
+    monkeypatch.setattr(layer_loader, "DequantCache", lambda max_bytes: bounds.append(max_bytes) or cache(max_bytes))
     assert generate(folder) == generate(folder, "--weight-cache-gib", "0.25") == 0
     assert bounds == [1 << 30, 1 << 28]

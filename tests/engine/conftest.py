@@ -5,18 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.tiny_model import build_model_folder
+from uncast.checkpoints.bundled import BUNDLED
 from uncast.checkpoints.load import load_model
 from uncast.engine.tokenizer import Tokenizer
 from uncast.models.decoder import MLADecoder
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Sums are split in the same way on every machine, whatever a test before has asked for."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +26,14 @@ def model(folder: Path) -> MLADecoder:
 @pytest.fixture(scope="session")
 def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def glm() -> MLADecoder:
+    """The bundled model with its MTP layer."""
+    return load_model(BUNDLED["tiny-glm"], mtp=True)
+
+
+@pytest.fixture(scope="session")
+def words() -> Tokenizer:
+    return Tokenizer(BUNDLED["tiny-glm"])

@@ -13,8 +13,6 @@ import pytest
 pytest.importorskip("llguidance")
 from tests.engine.workload import make_engine, run_all, tokens_of
 from tests.schemas import random_schema
-from uncast.checkpoints.bundled import BUNDLED
-from uncast.checkpoints.load import load_model
 from uncast.engine import grammar as grammars
 from uncast.engine.grammar import GrammarCompiler, GrammarSource
 from uncast.engine.request import Request, RequestOutput
@@ -34,16 +32,6 @@ LETTER: dict[str, Any] = {
     "required": ["to", "text", "pages"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def glm() -> MLADecoder:
-    return load_model(BUNDLED["tiny-glm"], mtp=True)
-
-
-@pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return Tokenizer(BUNDLED["tiny-glm"])
 
 
 def requests_of(

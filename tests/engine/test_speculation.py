@@ -11,7 +11,6 @@ import torch
 
 from tests.engine.workload import PAGE, alone, make_engine, random_requests, run_all, tokens_of
 from uncast.checkpoints.bundled import BUNDLED
-from uncast.checkpoints.load import load_model
 from uncast.engine.core import Engine, EngineConfig
 from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner, RunnerError
@@ -20,16 +19,6 @@ from uncast.engine.tokenizer import Tokenizer
 from uncast.models.decoder import MLADecoder
 
 TEXT = (BUNDLED["tiny-glm"] / "heldout.txt").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def glm() -> MLADecoder:
-    return load_model(BUNDLED["tiny-glm"], mtp=True)
-
-
-@pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return Tokenizer(BUNDLED["tiny-glm"])
 
 
 def heldout_requests(tokenizer: Tokenizer, rng: random.Random, count: int, *, new: int = 28) -> list[Request]:

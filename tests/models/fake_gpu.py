@@ -9,7 +9,7 @@ import torch
 
 from tests.fixtures import FAMILIES
 from uncast.attention import MLAPagedAttention
-from uncast.checkpoints.load import LayerLoader
+from uncast.checkpoints.layer_loader import LayerLoader
 from uncast.checkpoints.quantization import Quantization
 from uncast.latent.index_keys import matching_layout
 from uncast.latent.layouts import row_layout

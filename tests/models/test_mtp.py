@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-import torch
 
 from tests.fixtures import build_hf
 from uncast.checkpoints.bundled import BUNDLED
@@ -18,15 +14,6 @@ from uncast.engine.tokenizer import Tokenizer
 TOKENS = 1024
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_it_agrees_with_the_model_as_often_as_its_training_measured() -> None:
     """training/README.md: the top draft is the model's top token at 69.0 % of the held-out text (another implementation, fp32).
     Of 1000 places one standard deviation is 1.5 %; with the embedding's and the hidden state's places in eh_proj exchanged, the

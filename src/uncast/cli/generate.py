@@ -20,7 +20,8 @@ from uncast.checkpoints.bundled import BUNDLED, model_folder
 from uncast.checkpoints.files import CheckpointError, DamagedCheckpoint
 from uncast.checkpoints.generation import read_generation_config
 from uncast.checkpoints.kv_scales import apply_kv_scales
-from uncast.checkpoints.load import cache_scale_note, load_config, load_model
+from uncast.checkpoints.layer_loader import cache_scale_note
+from uncast.checkpoints.load import load_config, load_model
 from uncast.cli.grammar import INCOMPLETE, add_grammar, following
 from uncast.cli.kv_scales import HELP as KV_SCALES_HELP
 from uncast.cli.kv_scales import take_kv_scales
