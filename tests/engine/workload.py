@@ -24,19 +24,19 @@ PAGE = 8
 
 
 class RecordingEngine(Engine):
-    """Keeps every row of logits that a token was chosen from, by request."""
+    """Keeps every row of logits that a token was chosen from, by request, on the CPU."""
 
     logits: defaultdict[str, list[torch.Tensor]]
 
     def _take(self, active: ActiveRequest, best: int, finite: bool, logits: torch.Tensor) -> RequestOutput:
-        self.logits[active.request.request_id].append(logits.clone())
+        self.logits[active.request.request_id].append(logits.clone().cpu())
         return super()._take(active, best, finite, logits)
 
     def _take_flight(self, flight: Flight) -> list[RequestOutput]:
         rows = self.flown.pop(id(flight.chosen))
         for active, row in zip(flight.actives, rows, strict=True):
             if self._is_alive(active):
-                self.logits[active.request.request_id].append(row)
+                self.logits[active.request.request_id].append(row.cpu())
         return super()._take_flight(flight)
 
     def keep_logits_of_flights(self) -> None:

@@ -23,7 +23,8 @@ def check_rope_write(
     rope: int = 64,
     heads: int = 20,
 ) -> None:
-    """Asserts that bytes, counters and queries are those of `Rope.rotate` and `encode_rows`, which run on the same device."""
+    """Asserts that bytes and counters are those of `Rope.rotate` on the same device and `encode_rows` on the CPU, whose NaN keep
+    their sign (a GPU's division drops it), and that queries are `Rope.rotate`'s."""
     layout = row_layout(layout_name, rank, rope)
     ckv, kpe = special_rows(rank, dtype).to(device), special_rows(rope, dtype).flip(0).to(device)
     ckv, kpe = (x if layout.name == "fp8_e4m3" else torch.nan_to_num(x) for x in (ckv, kpe))
@@ -39,19 +40,20 @@ def check_rope_write(
     if layout.has_external_scales:
         kinds += [(0.37, 1.9), (torch.tensor([0.037], device=device), torch.tensor([0.5], device=device))]
     for ckv_scale, kpe_scale in kinds:
-        expected = torch.full((4, 8, layout.row_bytes), 0xAB, dtype=torch.uint8, device=device)
-        got, counters, expected_counters = expected.clone(), new_counters(device), new_counters(device)
+        expected = torch.full((4, 8, layout.row_bytes), 0xAB, dtype=torch.uint8)
+        got, counters, expected_counters = expected.clone().to(device), new_counters(device), new_counters()
+        on_cpu = [s.cpu() if isinstance(s, torch.Tensor) else s for s in (ckv_scale, kpe_scale)]
         keep = slots >= 0
-        rows = encode_rows(ckv[keep], turning.rotate(kpe, angles)[keep], layout, ckv_scale=ckv_scale, kpe_scale=kpe_scale,
-                           counters=expected_counters)  # fmt: skip
-        store_rows(expected, rows, slots[keep])
+        rows = encode_rows(ckv[keep].cpu(), turning.rotate(kpe, angles)[keep].cpu(), layout, ckv_scale=on_cpu[0],
+                           kpe_scale=on_cpu[1], counters=expected_counters)  # fmt: skip
+        store_rows(expected, rows, slots[keep].cpu())
         wide, q = torch.cat([ckv, kpe], dim=-1), query.clone()
         rope_write_rows(
             wide[:, :rank], wide[:, rank:], q[..., rope : 2 * rope], angles, got, slots, interleaved=interleaved,
             kv_layout=layout_name, ckv_scale=ckv_scale, kpe_scale=kpe_scale, counters=counters,
         )  # fmt: skip
         what = layout_name, dtype, interleaved, ckv_scale
-        assert torch.equal(got, expected), what
+        assert torch.equal(got.cpu(), expected), what
         assert counters.tolist() == expected_counters.tolist(), what
         turned = turning.rotate(query[..., rope : 2 * rope], angles)
         assert torch.equal(q[..., rope : 2 * rope], turned), what
