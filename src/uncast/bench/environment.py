@@ -13,8 +13,12 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "sgl-flash-mla")
 
 
 def versions() -> str:
-    """`uncast=0.1.0 python=3.11.7 torch=2.13.0 ...`, installed packages only."""
-    found = {"uncast": _version("uncast") or "source", "python": platform.python_version()}
+    """`uncast=0.1.0 python=3.11.7 torch=2.13.0 ...`, installed packages only; an uncast run from its source is named by its
+    commit, where the environment variable UNCAST_COMMIT tells it."""
+    found = {
+        "uncast": _version("uncast") or os.environ.get("UNCAST_COMMIT", "source"),
+        "python": platform.python_version(),
+    }
     found.update({name: version for name in PACKAGES if (version := _version(name))})
     return " ".join(f"{name}={version}" for name, version in found.items())
 
