@@ -64,7 +64,7 @@ cd "$TREE" || exit 1
 try generate 120 "$python" -m uncast generate "The whale" --max-tokens 12 --speculate 2
 try collect 300 "$python" -m pytest -o addopts="" -p no:cacheprovider -q --collect-only -m gpu $(grep -rlE "mark\.gpu" tests --include="test_*.py")
 for script in benchmarks/*.py; do
-  case $script in *glm5_weights* | *load_targets* | *random_schemas* | *sparse_bench*) continue ;; esac
+  case $script in *glm5_weights* | *load_targets* | *random_schemas*) continue ;; esac
   try "$(basename "$script")" 90 "$python" "$script" --help
 done
 tail -1 "$work/collect.log"

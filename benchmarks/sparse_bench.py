@@ -1,46 +1,45 @@
-"""Checks and times the sparse kernels of one source tree on a GPU; `sparse_run.sh` runs it for main and the candidates.
+"""Times sparse attention and the indexer on one GPU; every output is compared with float64 on the stored values.
 
-    python benchmarks/sparse_bench.py check JOB          # a job of CHECKS, or warm0, warm1: prints ok and FAIL lines, then done
-    python benchmarks/sparse_bench.py time TREE OUT.csv  # rows of benchmarks/results/sparse-h200.csv, `note` says the tree
+    python benchmarks/sparse_bench.py OUT.csv        # rows of benchmarks/results/sparse-h200.csv, about 20 s
 
-Every output is compared with the float64 oracle. With DRY=1 the same steps run on a CPU with `torch_cpu` and tiny shapes.
+Random rows in a pool of 8,192 pages, random tokens of long contexts, graphs over rotating selections.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
 import os
 import platform
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import triton
 
 from uncast.attention import MLAPagedAttention
-from uncast.kernels import index_select, wgmma_sparse_launch
+from uncast.attention.problem import Problem, ProblemSpec
+from uncast.kernels import index_select
 from uncast.latent.codec import decode_rows, encode_rows
 from uncast.latent.index_keys import index_layout
 from uncast.latent.layouts import row_layout
 
-DRY = "DRY" in os.environ
-DEVICE, TOPK, PAGES = ("cpu", 96, 256) if DRY else ("cuda", 2048, 8192)
+DEVICE, TOPK, PAGES = "cuda", 2048, 8192
 SM_SCALE, SCALES = 576**-0.5, (0.037, 0.05)
 SETS = {1: 48, 8: 8, 16: 8, 32: 8, 128: 4, 1024: 1}
+"""Selections that calls of a number of queries rotate over."""
 DS, E4M3 = "fp8_ds_mla", "fp8_e4m3"
-MAIN = [(128, 64, DS), (128, 128, DS), (32, 64, DS), (1, 64, DS), (16, 64, DS), (8, 64, DS), (1024, 64, DS)]
-NARROW = [(128, 16, DS), (32, 16, DS), (1, 16, DS), (128, 64, E4M3), (128, 128, E4M3), (32, 64, E4M3)]
-SHAPES = {"main": MAIN, "gather": [*MAIN[:4], *NARROW], "wide": MAIN}
+SHAPES = [(128, 64, DS), (128, 128, DS), (32, 64, DS), (1, 64, DS), (16, 64, DS), (8, 64, DS), (1024, 64, DS)]
+SHAPES += [(128, 16, DS), (32, 16, DS), (1, 16, DS), (128, 64, E4M3), (128, 128, E4M3), (32, 64, E4M3)]
+"""Queries (1,024: of one request, else of one each), heads, layout."""
 INDEXED = [(1, 32768, 256, 64), (32, 32768, 1, 64), (1, 32768, 1, 64)]
 """Requests, context, new tokens, index heads."""
 FIELDS = (
     *("queries", "topk", "heads", "layout", "backend", "note", "us", "error_tensor", "error_row", "floor_us", "gpu"),
     "versions",
 )
-START = time.time()
 
 
 @functools.cache
@@ -61,7 +60,7 @@ class Case:
         torch.manual_seed(queries * 1000 + heads)
         self.batch = 1 if queries == 1024 else queries
         self.heads, self.layout, self.cache = heads, layout, pool(layout)
-        pages = min(PAGES // self.batch, 4096 if not DRY else 64)
+        pages = min(PAGES // self.batch, 4096)
         self.kv_len, self.q_len = pages * 64, queries // self.batch
         self.tables = torch.randperm(PAGES, device=DEVICE)[: self.batch * pages].view(self.batch, pages).int()
         self.q = [torch.randn(queries, heads, 576, device=DEVICE).bfloat16() for _ in range(2)]
@@ -72,7 +71,7 @@ class Case:
         ]
         self.scales = SCALES if layout == E4M3 else (None, None)
         self.out = torch.empty(queries, heads, 512, dtype=torch.bfloat16, device=DEVICE)
-        self.attention = MLAPagedAttention("torch_cpu" if DRY else "native")
+        self.attention = MLAPagedAttention("native")
         self.attention.plan(
             torch.arange(0, queries + 1, self.q_len, dtype=torch.int32, device=DEVICE), block_tables=self.tables,
             seq_lens=torch.full((self.batch,), self.kv_len, dtype=torch.int32, device=DEVICE), num_heads=heads,
@@ -109,9 +108,6 @@ class Case:
 
 def graph_us(run: Callable[[int], object], n: int) -> float:
     """Microseconds a call: median of 7 replays of a graph of calls 0 .. n - 1."""
-    if DRY:
-        run(0)
-        return 1.0
     side, graph, times = torch.cuda.Stream(), torch.cuda.CUDAGraph(), []
     with torch.cuda.stream(side):
         run(0)
@@ -131,157 +127,72 @@ def graph_us(run: Callable[[int], object], n: int) -> float:
 
 
 def attention_row(queries: int, heads: int, layout: str, note: str) -> list[object]:
-    case = Case(queries, heads, layout, 1 if DRY else SETS[queries])
+    case = Case(queries, heads, layout, SETS[queries])
     us = graph_us(case.run, len(case.sets))
     error, error_row = case.errors()
-    size = queries * 2048
+    size = queries * TOPK
     floor = max(size * row_layout(layout).row_bytes / 4.4e6, 2 * 1088 * heads * size / 770e6)
-    print(
-        f"{note:7s}{queries:5d} {heads:4d} {layout:10s} {us:8.1f} us, floor {floor:6.1f}, errors {error:.1e} {error_row:.1e}"
-    )
-    note = f"{note}, one request" if queries == 1024 else note
-    return [
-        queries,
-        2048,
-        heads,
-        layout,
-        "native",
-        note,
-        f"{us:.1f}",
-        f"{error:.2e}",
-        f"{error_row:.2e}",
-        f"{floor:.1f}",
-    ]
+    if queries == 1024:
+        note = f"{note}, one request".removeprefix(", ")
+    errors = [f"{error:.2e}", f"{error_row:.2e}"]
+    return [queries, TOPK, heads, layout, "native", note, f"{us:.1f}", *errors, f"{floor:.1f}"]
 
 
 def index_row(batch: int, kv_len: int, q_len: int, heads: int, note: str) -> list[object]:
-    from tests.kernels.index_select_cases import problem_of
-
-    kv_len = 256 if DRY else kv_len
     layout, rows = index_layout("fp8"), batch * q_len
-    problem = problem_of([kv_len] * batch, [q_len] * batch, topk=TOPK, page_size=64, device=DEVICE)
-    cache = torch.randint(0, 120, (problem.num_pages or 1, 64, 132), dtype=torch.uint8, device=DEVICE)
-    cache.view(cache.shape[0], -1)[:, 64 * 128 :].view(torch.float32).fill_(0.01)
+    pages = kv_len // 64
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
+    spec = ProblemSpec(num_heads=heads, page_size=64, max_q_len=q_len, topk=TOPK, device="cuda", arch=arch())
+    problem = Problem(
+        spec=spec, qo_indptr=starts * q_len, kv_indptr=starts * pages,
+        kv_indices=torch.randperm(batch * pages, device=DEVICE).int(),
+        kv_len_arr=torch.full((batch,), kv_len, dtype=torch.int32, device=DEVICE), total_q=rows, max_kv_len=kv_len,
+        num_pages=batch * pages,
+    )  # fmt: skip
+    cache = torch.randint(0, 120, (batch * pages, 64, 132), dtype=torch.uint8, device=DEVICE)
+    cache.view(batch * pages, -1)[:, 64 * 128 :].view(torch.float32).fill_(0.01)
     q, weights = torch.randn(rows, heads, 128, device=DEVICE).bfloat16(), torch.randn(rows, heads, device=DEVICE)
     args = (q, weights, cache, problem, layout)
-    if DRY:
-        return []
     scores = graph_us(lambda i: index_select.index_scores(*args, 0, rows, max(kv_len, TOPK)), 3)
     total = graph_us(lambda i: index_select.select_tokens(*args), 3)
     floor = max(batch * kv_len * 132 / 4.4e6, 2 * heads * 128 * rows * kv_len / 770e6)
-    print(
-        f"{note:7s}{rows:5d} {heads:4d} index of {kv_len} keys: scores {scores:.1f} us, floor {floor:.1f}, all {total:.1f}"
-    )
+    note = f"{note}, scores {scores:.1f}".removeprefix(", ")
     kind = f"index fp8, {kv_len} keys"
-    return [
-        rows,
-        2048,
-        heads,
-        kind,
-        "native indexer",
-        f"{note}, scores {scores:.1f}",
-        f"{total:.1f}",
-        "",
-        "",
-        f"{floor:.1f}",
-    ]
+    return [rows, TOPK, heads, kind, "native indexer", note, f"{total:.1f}", "", "", f"{floor:.1f}"]
 
 
-def time_tree(tree: str, path: Path) -> None:
-    """All rows of a tree; one that fails is printed and left out."""
-    gpu = "cpu" if DRY else torch.cuda.get_device_name()
-    import triton
+def arch() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
 
+
+def main() -> int:
+    """Appends all rows; one that fails is printed and left out, then the exit code is 1."""
+    parser = argparse.ArgumentParser(description="times sparse attention and the indexer on one GPU")
+    parser.add_argument("csv", type=Path, help="file to append the rows to")
+    parser.add_argument("--note", default="", help="what the rows' note says")
+    args = parser.parse_args()
+    gpu, failed = torch.cuda.get_device_name(), 0
     versions = f"torch={torch.__version__} triton={triton.__version__} python={platform.python_version()}"
     versions += f" uncast={os.environ.get('UNCAST_COMMIT', 'unknown')}"
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
+    jobs = [functools.partial(attention_row, *shape, args.note) for shape in SHAPES]
+    jobs += [functools.partial(index_row, *shape, args.note) for shape in INDEXED]
+    with args.csv.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
         if file.tell() == 0:
             writer.writerow(FIELDS)
-        jobs = [functools.partial(attention_row, *shape, tree) for shape in SHAPES[tree]]
-        jobs += [functools.partial(index_row, *shape, tree) for shape in INDEXED if tree != "wide"]
         for job in jobs:
             try:
                 row = job()
-                writer.writerow([*row, gpu, versions])
-                file.flush()
             except Exception as error:
-                print(f"FAIL {tree} {job.args} {str(error)[:200]}", flush=True)
-
-
-def warm(queries: int, heads: int, layout: str) -> None:
-    Case(queries, heads, layout, 1).errors()
-
-
-def checks(job: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Named calls of a job."""
-    from tests.backends import test_native_sparse_gpu as g
-    from tests.kernels import index_select_cases
-
-    native = functools.partial
-    if job == "wide0":
-        for heads in (64, 128):
-            for queries in (1, 150):
-                yield f"latents {heads} {queries}", native(g.test_ds_mla_latents_beyond_fp16, "native", heads, queries)
-        yield "tiles", native(g.test_tiles_without_a_selected_row, "native", DS, 64)
-        yield "poison", native(g.test_rows_that_are_not_selected_are_not_read, "native", DS)
-    elif job == "wide1":
-        yield "graph", native(g.test_a_graph_follows_indices_lengths_and_rows, "native", DS)
-        yield "odd scales", native(g.test_ds_mla_scales_that_are_no_powers_of_two, "native", 64)
-        for heads in (64, 128):
-            yield f"lone {heads}", native(g.test_a_lone_query_is_split_and_combined, "native", DS, heads)
-        for case in g.COVER:
-            if case[0] == DS and case[1] > 32 and case[5] == torch.bfloat16 and case[6] == "native":
-                yield f"cover {case}", native(g.test_pairwise_cover_matches_the_oracle, case)
-    elif job == "narrow":
-        for queries in (1, 150):
-            yield f"latents 8 {queries}", native(g.test_ds_mla_latents_beyond_fp16, "native", 8, queries)
-        yield "tiles", native(g.test_tiles_without_a_selected_row, "native", DS, 16)
-        yield "odd scales", native(g.test_ds_mla_scales_that_are_no_powers_of_two, "native", 8)
-    elif job == "batches":
-        yield "extend", native(g.test_sparse_extend_and_large_batches, "native", DS)
-        yield "invariant", native(g.test_batch_invariant_bits, "native")
-    elif job == "e4m3":
-        for heads in (16, 64):
-            yield f"tiles {heads}", native(g.test_tiles_without_a_selected_row, "native", E4M3, heads)
-        for heads in (8, 64, 128):
-            yield f"lone {heads}", native(g.test_a_lone_query_is_split_and_combined, "native", E4M3, heads)
-        yield "poison", native(g.test_rows_that_are_not_selected_are_not_read, "native", E4M3)
-        yield "graph", native(g.test_a_graph_follows_indices_lengths_and_rows, "native", E4M3)
-    elif job == "index":
-        yield "cases", native(index_select_cases.main, DEVICE, (torch.bfloat16, torch.float16))
-        long = native(index_select_cases.check, "fp8", heads=64, topk=2048, dtype=torch.bfloat16, device=DEVICE)
-        yield "long", native(long, [40000, 5000, 0, 2048], [1, 1, 1, 1])
-        yield "prefill", native(long, [3000], [200])
-    else:  # warmN of a tree: compiles what `time` will run
-        tree, part = job.split(".")
-        for shape in SHAPES[tree][int(part) :: 2]:
-            yield f"warm {shape}", native(warm, *shape)
-        if tree != "wide" and part == "0":
-            for index in INDEXED[:2]:
-                yield f"warm {index}", native(index_row, *index, "warm")
-
-
-def check(job: str) -> None:
-    if job.startswith("wide") and hasattr(wgmma_sparse_launch, "WIDE_TILES") and "." not in job:
-        wgmma_sparse_launch.WIDE_TILES = 0
-    for name, call in checks(job):
-        if DRY and "warm" not in name:
-            print("dry", job, name)
-            continue
-        try:
-            call()
-            print(f"ok {job} {name} [{time.time() - START:.0f} s]", flush=True)
-        except BaseException as error:
-            print(
-                f"FAIL {job} {name} [{time.time() - START:.0f} s] {type(error).__name__} {' '.join(str(error).split())[:300]}",
-                flush=True,
-            )
-    print(f"done {job}", flush=True)
+                failed += 1
+                print(f"FAIL {job.args} {' '.join(str(error).split())[:200]}", flush=True)
+                continue
+            writer.writerow([*row, gpu, versions])
+            file.flush()
+            print(*row, flush=True)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "check":
-        check(sys.argv[2])
-    else:
-        time_tree(sys.argv[2], Path(sys.argv[3]))
+    raise SystemExit(main())

@@ -172,8 +172,8 @@ def select_tokens(
         best = scores.topk(spec.topk, dim=-1, sorted=False).values
         choose_kernel[(rows,)](
             scores, best, indices, problem.qo_indptr, problem.kv_len_arr, first, width, spec.topk, problem.batch_size,
-            int(spec.causal), TOPK=triton.next_power_of_2(spec.topk), BLOCK=1024, BATCH=batch_bucket(problem.batch_size),
-            num_warps=4,
+            int(spec.causal), TOPK=triton.next_power_of_2(spec.topk), BLOCK=4096, BATCH=batch_bucket(problem.batch_size),
+            num_warps=8,
         )  # fmt: skip
     return indices
 

@@ -3,15 +3,15 @@
 One CTA per SM owns one item of `sparse_ops`: BN heads of one query token and a range of its selected rows in tiles of 64. The
 two warpgroups that compute, their registers and barriers are those of `wgmma_decode`; the TMA warps are replaced:
 
-    gather warps 0, 1    position (two tiles ahead) -> row number (one tile ahead) -> cp.async of latent and rope, 16 bytes a
-                         lane, completing on `ckv_full`; any page size. An entry that selects nothing becomes zeros
-    choice warp          which of a tile's rows are selected, into `chosen`; fp8_ds_mla: also the rows' scales, as in
-                         `wgmma_decode`; completes on `scales_ready` (fp8_ds_mla) or `ckv_full`
+    row warp             position (two tiles ahead) -> row number (one tile ahead) -> `numbers` and `chosen` of the tile's slot
+    gather warps 0, 1    row numbers -> cp.async of the rows, 512 contiguous bytes a warp: latent, rope and, fp8_ds_mla, the
+                         scales as they are; completes on `ckv_full`. A number of -1 becomes zeros. Any page size
+    scale warp           fp8_ds_mla: a tile's scales as fp16 times a power of two, as in `wgmma_decode`, from shared memory
 
 A split's results are fp16 and, for fp8_ds_mla, in units of 2^E as in `wgmma_decode`.
 
-Shared memory is that of `wgmma_decode` with a rope slot for each latent slot (JOINT) and 256 B of `chosen` per slot:
-fp8_e4m3 with 3 slots at BN 64.
+Shared memory is that of `wgmma_decode` with a rope slot for each latent slot (JOINT), 512 B of `numbers` and `chosen` and
+(fp8_ds_mla) 1,024 B of raw scales per slot; fp8_e4m3 has 3 slots at BN 64.
 
 Floor: row_bytes per selected row and query token (L2 keeps what the head blocks of a token share), or 2 * 1088 FLOP per head
 and selected row.
@@ -32,89 +32,71 @@ ALL_LIVE = gl.constexpr(2147483647)
 
 
 @gluon.jit
-def _gather_tiles(
-    ckv_base, kpe_base, line, pages, first, end, nt, kv_len, page_shift, ckv, kpe, full, empty, ST: gl.constexpr,
-    DS: gl.constexpr,
+def _find_rows(
+    line, pages, first, end, nt, kv_len, page_shift, numbers, chosen, ready, full, empty, ST: gl.constexpr,
 ):  # fmt: skip
-    """Gather warps: the rows of tile t into slot t % ST; every thread arrives on `full` when its copies have landed."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
-    LR: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0])
-    STRIDE: gl.constexpr = 328 if DS else 288
-    at = first + gl.arange(0, 64, gl.SliceLayout(1, L))
-    at_r = first + gl.arange(0, 64, gl.SliceLayout(1, LR))
+    """Row warp: the pool's row numbers of tile t, -1 for none, into `numbers` [ST, 64], and whether there is one."""
+    L: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    at = first + gl.arange(0, 64, L)
     rows = slots(pages, entries(line, at, end), kv_len, page_shift)
     position = entries(line, at + 64, end)
-    if not DS:
-        rows_r = slots(pages, entries(line, at_r, end), kv_len, page_shift)
-        position_r = entries(line, at_r + 64, end)
     for t in range(nt):
         s = t % ST
-        mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
-        gather(ckv.index(s), ckv_base, rows, STRIDE, L)
-        if DS:
-            gather(kpe.index(s), kpe_base, rows, STRIDE, L)
-        else:
-            gather(kpe.index(s), kpe_base, rows_r, STRIDE, LR)
-        async_copy.mbarrier_arrive(full.index(s), increment_count=False)
-        rows = slots(pages, position, kv_len, page_shift)
+        following = slots(pages, position, kv_len, page_shift)
         position = entries(line, at + (t + 2) * 64, end)
-        if not DS:
-            rows_r = slots(pages, position_r, kv_len, page_shift)
-            position_r = entries(line, at_r + (t + 2) * 64, end)
+        mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
+        numbers.index(s).store(rows)
+        chosen.index(s).store((rows >= 0).to(gl.int32))
+        cta_barrier()
+        mbarrier.arrive(ready.index(s), count=1)
+        mbarrier.arrive(full.index(s), count=1)
+        rows = following
 
 
 @gluon.jit
-def _fetch_scales(words, rows, L: gl.constexpr):
-    """The four scales of each row (fp8_ds_mla: fp32 words 128..131 of 164); 0 for none."""
-    off = rows.to(gl.int64) * 164 + 128
-    return gl.load(
-        words + off[:, None] + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :], mask=(rows >= 0)[:, None], other=0.0
-    )
-
-
-@gluon.jit
-def _publish_choices(
-    words, line, pages, first, end, nt, kv_len, page_shift, chosen, scales, exponents, highest, full, empty, ready,
-    ST: gl.constexpr, DS: gl.constexpr,
+def _gather_tiles(
+    ckv_base, kpe_base, words, numbers, ready, ckv, kpe, raw_scales, full, nt, ST: gl.constexpr, DS: gl.constexpr,
 ):  # fmt: skip
-    """Choice warp: `chosen` [ST, 64] of each tile, and fp8_ds_mla's scales and highest exponent in the form of
-    `wgmma_decode._load_scales`."""
+    """Gather warps: the rows of tile t into slot t % ST; every thread arrives on `full` when its copies have landed."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
+    LR: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if DS else [8, 4], [2, 1], [1, 0])
+    LS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [2, 1], [1, 0])
+    STRIDE: gl.constexpr = 328 if DS else 288
+    for t in range(nt):
+        s = t % ST
+        mbarrier.wait(ready.index(s), (t // ST) & 1)
+        for c in gl.static_range(4):
+            rows = numbers.index(s).slice(c * 16, 16, 0).load(gl.SliceLayout(1, L))
+            gather(ckv.index(s).slice(c * 16, 16, 0), ckv_base, rows, STRIDE, L)
+        gather(kpe.index(s), kpe_base, numbers.index(s).load(gl.SliceLayout(1, LR)), STRIDE, LR)
+        if DS:
+            gather(raw_scales.index(s), words + 128, numbers.index(s).load(gl.SliceLayout(1, LS)), 164, LS)
+        async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+
+
+@gluon.jit
+def _convert_scales(raw_scales, scales, exponents, highest, full, ready, nt, ST: gl.constexpr):
+    """Scale warp of fp8_ds_mla: a tile's scales and the highest exponent in the form of `wgmma_decode._load_scales`."""
     top_e = -100
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
-    at = first + gl.arange(0, 64, gl.SliceLayout(1, L))
-    rows = slots(pages, entries(line, at, end), kv_len, page_shift)
-    next_rows = slots(pages, entries(line, at + 64, end), kv_len, page_shift)
-    position = entries(line, at + 128, end)
-    v = _fetch_scales(words, rows, L) if DS else rows
     for t in range(nt):
         s = t % ST
-        following = _fetch_scales(words, next_rows, L) if DS else rows
-        last_rows = slots(pages, position, kv_len, page_shift)
-        position = entries(line, at + (t + 3) * 64, end)
-        if DS:
-            top = gl.max(gl.max(v.to(gl.int32, bitcast=True), 1), 0)
-            e = gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
-            v = v * power_of_two(-e)
-            inexact = gl.max(gl.max(v.to(gl.int32, bitcast=True) & 0x7FFFFF, 1), 0)
-        mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
-        chosen.index(s).store((rows >= 0).to(gl.int32))
-        if DS:
-            scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
-            put_scalar(exponents.index(s), 2 * e + gl.minimum(inexact, 1), 1)
-            top_e = gl.maximum(top_e, e)
-            put_scalar(highest, top_e, 1)
-            if inexact > 0:
-                for k in range(3):
-                    scales.index(4 * s + 1 + k).permute((1, 0)).store(seven_bits(v).to(gl.float16))
-                    v = v - seven_bits(v)
+        mbarrier.wait(full.index(s), (t // ST) & 1)
+        v = raw_scales.index(s).load(L)
+        top = gl.max(gl.max(v.to(gl.int32, bitcast=True), 1), 0)
+        e = gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
+        v = v * power_of_two(-e)
+        scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
+        inexact = gl.max(gl.max(v.to(gl.int32, bitcast=True) & 0x7FFFFF, 1), 0)
+        put_scalar(exponents.index(s), 2 * e + gl.minimum(inexact, 1), 1)
+        top_e = gl.maximum(top_e, e)
+        put_scalar(highest, top_e, 1)
+        if inexact > 0:
+            for k in range(3):
+                scales.index(4 * s + 1 + k).permute((1, 0)).store(seven_bits(v).to(gl.float16))
+                v = v - seven_bits(v)
         cta_barrier()
-        if DS:
-            mbarrier.arrive(ready.index(s), count=1)
-        else:
-            mbarrier.arrive(full.index(s), count=1)
-        rows = next_rows
-        next_rows = last_rows
-        v = following
+        mbarrier.arrive(ready.index(s), count=1)
 
 
 _SCALARS = ["num_heads", "batch", "topk", "splits", "per", "page_shift", "lse_mode", "scale_flags", "scale_offset"]
@@ -146,10 +128,12 @@ def wgmma_sparse_kernel(
         ra = gl.allocate_shared_memory(gl.bfloat16, [1, BN, 64], wide)
         rb = ra
         scales = gl.allocate_shared_memory(gl.float16, [4 * ST, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        raw_scales = gl.allocate_shared_memory(gl.float32, [ST, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     else:
         ra = gl.allocate_shared_memory(gl.float16, [1, BN, 32], narrow)
         rb = gl.allocate_shared_memory(gl.float16, [1, BN, 32], narrow)
         scales = ckv
+        raw_scales = ckv
     exponents = gl.allocate_shared_memory(gl.int32, [ST, 1], s1)
     scales_ready = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
     p = gl.allocate_shared_memory(gl.float16, [2, 64, BN], p_smem)
@@ -157,6 +141,8 @@ def wgmma_sparse_kernel(
     flag = gl.allocate_shared_memory(gl.int32, [4, 1], s1)
     colmax = gl.allocate_shared_memory(gl.float32, [BN], s1, gl.zeros([BN], gl.float32, L))
     chosen = gl.allocate_shared_memory(gl.int32, [ST, 64], s1)
+    numbers = gl.allocate_shared_memory(gl.int32, [ST, 64], s1)
+    numbers_ready = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
     offsets = gl.allocate_shared_memory(gl.int32, [BN], s1)
     votes = gl.allocate_shared_memory(gl.int32, [3, 4], s1)
     state = gl.allocate_shared_memory(gl.int32, [6 if DS else 4, 1], s1)
@@ -165,7 +151,8 @@ def wgmma_sparse_kernel(
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     meet = gl.allocate_shared_memory(gl.int64, [1], bar)
     for s in gl.static_range(ST):
-        mbarrier.init(ckv_full.index(s), count=64 if DS else 65)  # 2 gather warps, and the choice warp
+        mbarrier.init(ckv_full.index(s), count=65)  # the threads of the gather warps, and the row warp for `chosen`
+        mbarrier.init(numbers_ready.index(s), count=1)
         mbarrier.init(ckv_empty.index(s), count=2)
         mbarrier.init(scales_ready.index(s), count=1)
     for s in gl.static_range(2):
@@ -201,28 +188,53 @@ def wgmma_sparse_kernel(
                 put_scalar(state.index(5), scale_offset)
             fence_async_shared()
             cta_barrier()
-            gl.warp_specialize([
-                (_warpgroup, (
-                    q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                    chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
-                    scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
-                    -1, 0, nt, 0, BN, ST, KC, TC, DS, True,
-                )),
-                (_warpgroup, (
-                    q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                    chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
-                    scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
-                    -1, 0, nt, 1, BN, ST, KC, TC, DS, True,
-                )),
-                (_gather_tiles, (
-                    ckv_base, kpe_base, line, pages, first, end, nt, kv_len, page_shift, ckv, kpe, ckv_full, ckv_empty,
-                    ST, DS,
-                )),
-                (_publish_choices, (
-                    cache_words, line, pages, first, end, nt, kv_len, page_shift, chosen, scales, exponents,
-                    state.index(4 if DS else 0), ckv_full, ckv_empty, scales_ready, ST, DS,
-                )),
-            ], [4, 2, 1], [232, 40, 40])  # fmt: skip
+            OURS: gl.constexpr = 240 if BN == 64 else 232
+            THEIRS: gl.constexpr = 24 if BN == 64 else 40
+            if DS:
+                gl.warp_specialize([
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
+                        -1, 0, nt, 0, BN, ST, KC, TC, DS, True,
+                    )),
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
+                        -1, 0, nt, 1, BN, ST, KC, TC, DS, True,
+                    )),
+                    (_gather_tiles, (
+                        ckv_base, kpe_base, cache_words, numbers, numbers_ready, ckv, kpe, raw_scales, ckv_full, nt, ST, DS,
+                    )),
+                    (_find_rows, (
+                        line, pages, first, end, nt, kv_len, page_shift, numbers, chosen, numbers_ready, ckv_full, ckv_empty,
+                        ST,
+                    )),
+                    (_convert_scales, (raw_scales, scales, exponents, state.index(4), ckv_full, scales_ready, nt, ST)),
+                ], [4, 2, 1, 1], [OURS, THEIRS, THEIRS, THEIRS])  # fmt: skip
+            else:
+                gl.warp_specialize([
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
+                        -1, 0, nt, 0, BN, ST, KC, TC, DS, True,
+                    )),
+                    (_warpgroup, (
+                        q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
+                        chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
+                        scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
+                        -1, 0, nt, 1, BN, ST, KC, TC, DS, True,
+                    )),
+                    (_gather_tiles, (
+                        ckv_base, kpe_base, cache_words, numbers, numbers_ready, ckv, kpe, raw_scales, ckv_full, nt, ST, DS,
+                    )),
+                    (_find_rows, (
+                        line, pages, first, end, nt, kv_len, page_shift, numbers, chosen, numbers_ready, ckv_full, ckv_empty,
+                        ST,
+                    )),
+                ], [4, 2, 1], [OURS, THEIRS, THEIRS])  # fmt: skip
         else:
             _store_empty(
                 out, lse, partial_o, partial_lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h, num_heads,

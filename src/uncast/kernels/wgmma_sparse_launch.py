@@ -15,7 +15,7 @@ from uncast.kernels.schedule import TILE
 from uncast.kernels.sparse_launch import SparseSplits, sparse_plan
 from uncast.kernels.wgmma_sparse import wgmma_sparse_kernel
 
-STAGES = {"fp8_e4m3": {16: 5, 32: 5, 64: 3}, "fp8_ds_mla": {16: 4, 32: 4, 64: 3}}
+STAGES = {"fp8_e4m3": {16: 5, 32: 4, 64: 3}, "fp8_ds_mla": {16: 4, 32: 4, 64: 3}}
 """Tiles in the ring per layout and block of heads: as many as fit 227 KB of shared memory, rope slots included."""
 
 
