@@ -23,8 +23,8 @@ def check_rope_write(
     rope: int = 64,
     heads: int = 20,
 ) -> None:
-    """Asserts that bytes and counters are those of `Rope.rotate` on the same device and `encode_rows` on the CPU, whose NaN keep
-    their sign (a GPU's division drops it), and that queries are `Rope.rotate`'s."""
+    """Asserts that bytes and counters are those of `Rope.rotate` on the same device and `encode_rows` on the CPU, whose NaN
+    keep their sign (a GPU's division drops it), and that queries are `Rope.rotate`'s."""
     layout = row_layout(layout_name, rank, rope)
     ckv, kpe = special_rows(rank, dtype).to(device), special_rows(rope, dtype).flip(0).to(device)
     ckv, kpe = (x if layout.name == "fp8_e4m3" else torch.nan_to_num(x) for x in (ckv, kpe))
