@@ -6,9 +6,11 @@ Needs SGLang and a GPU. Each server is `sglang.launch_server` in a process group
 of them answers (or has failed), they are measured one at a time while the others are stopped (SIGSTOP). The largest logit
 differences are against the first server with a BF16 cache (`auto`).
 
-A plug-in of SGLang's, loaded in each server beside uncast's, draws the weights, forces every token and times the steps:
-ms_per_token is the median time from one decode step's launch to the next, the scheduler's work included; gpu_ms_per_token the
-median between CUDA events around the model's forward pass.
+A plug-in of SGLang's (`sglang_recorder.py`), loaded in each server beside uncast's, draws the weights, forces every token and
+times the steps. ms_per_token is the median time from one decode step's launch to the next, the scheduler's work included.
+gpu_ms_per_token is the time in which any kernel ran, from CUPTI, in a second run of the same batch: with CUPTI in a process
+its launches are slower. So servers that are profiled for `uncast doctor` (`--profile`) are started besides and never timed:
+their graphs are captured under a profiler.
 """
 
 from __future__ import annotations
@@ -16,13 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import itertools
 import json
-import math
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -32,98 +31,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine_models import COLUMNS, FORCED_TOKEN, LOGIT_STEP, MODELS, draw_weights, model_config, model_name, prompts
-
-
-class StepRecorder:
-    """Times of a server's decode steps by batch size, and the logits of one; written to `folder` by `save`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.steps: dict[int, list[tuple[float, Any, Any]]] = {}
-        self._new_requests = True
-
-    def forward(self, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """An AROUND hook of `ModelRunner.forward`."""
-        import torch
-
-        if not batch.forward_mode.is_decode():
-            result = original(runner, batch, *args, **kwargs)
-            logits = getattr(result.logits_output, "next_token_logits", None)
-            if logits is not None:
-                logits[:, FORCED_TOKEN] = 1e4
-            self._new_requests = True
-            self.save()
-            return result
-        known = self.steps.get(batch.batch_size, [])
-        if self._new_requests and len(known) <= 2 * LOGIT_STEP:  # a health check's, or nothing yet
-            known = self.steps[batch.batch_size] = []
-        elif self._new_requests:  # measured before
-            return original(runner, batch, *args, **kwargs)
-        self._new_requests = False
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        launched = time.perf_counter()
-        result = original(runner, batch, *args, **kwargs)
-        end.record()
-        logits = result.logits_output.next_token_logits
-        known.append((launched, begin, end))
-        if len(known) == LOGIT_STEP:
-            torch.save(logits[: batch.batch_size].float().cpu(), self.folder / f"logits-{batch.batch_size}.pt")
-        logits[:, FORCED_TOKEN] = 1e4
-        return result
-
-    def save(self) -> None:
-        """Writes {batch: [ms between launches, ms on the GPU]} of the steps after the first `LOGIT_STEP`."""
-        import torch
-
-        if not self.steps:
-            return
-        torch.cuda.synchronize()
-        table = {}
-        for size, steps in self.steps.items():
-            late = steps[LOGIT_STEP:]
-            walls = [(b[0] - a[0]) * 1e3 for a, b in itertools.pairwise(late)]
-            if walls:
-                table[size] = [
-                    statistics.median(walls),
-                    statistics.median(a.elapsed_time(b) for _, a, b in late),
-                    len(walls),
-                ]
-        part = self.folder / "steps.part"
-        part.write_text(json.dumps(table), encoding="utf-8")
-        part.replace(self.folder / "steps.json")
-
-
-def register() -> None:
-    """SGLang's plug-in (entry point `sglang.srt.plugins`): random weights, forced tokens, recorded steps."""
-    import sglang.srt.model_loader.loader as loader
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    loader.initialize_dummy_weights = draw_weights
-    recorder = StepRecorder(Path(os.environ["SGLANG_BENCH_FOLDER"]))
-    HookRegistry.register(
-        "sglang.srt.model_executor.model_runner.ModelRunner.forward", recorder.forward, HookType.AROUND
-    )
+import torch
+from engine_models import COLUMNS, LOGIT_STEP, MODELS, model_config, model_name, prompts
+from sglang_recorder import TRACED_STEPS
 
 
 class Server:
     """One `sglang.launch_server`, from its start to its rows."""
 
-    def __init__(self, name: str, index: int, args: argparse.Namespace) -> None:
+    def __init__(self, name: str, index: int, args: argparse.Namespace, profiled: bool = False) -> None:
         self.backend, self.dtype = name.split(":")
         decode, _, prefill = self.backend.partition("/")
         self.attention = ["--attention-backend", decode]
         if prefill:
             self.attention = ["--decode-attention-backend", decode, "--prefill-attention-backend", prefill]
         self.args, self.port = args, args.port + 10 * index
-        self.folder: Path = args.out / f"{args.model}-{self.backend.replace('/', '-')}-{self.dtype}"
-        self.error, self.profiled = "", self.backend in args.profile.split(",") and self.dtype != "auto"
+        kind = "-profile" if profiled else ""
+        self.folder: Path = args.out / f"{args.model}-{self.backend.replace('/', '-')}-{self.dtype}{kind}"
+        self.error, self.profiled = "", profiled
         shutil.rmtree(self.folder, ignore_errors=True)
         (self.folder / "plug/sglang_bench-1.dist-info").mkdir(parents=True)
         info = self.folder / "plug/sglang_bench-1.dist-info"
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-bench\nVersion: 1\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = sglang_server:register\n")
+        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = sglang_recorder:register\n")
         config = model_config(args.model, args.layers)
         (self.folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         paths = [str(self.folder / "plug"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -181,7 +111,8 @@ class Server:
         self.post("/generate", {"input_ids": ids, "sampling_params": sampling}, timeout=self.args.timeout)
 
     def profile(self) -> None:
-        """A profile of one request's first steps, as `uncast doctor --url` asks for one."""
+        """A profile of one request's first steps, as `uncast doctor --url` asks for one, in the server's folder."""
+        self.generate(1, 4)
         self.post(
             "/start_profile",
             {"num_steps": 6, "activities": ["CPU", "GPU"], "record_shapes": True, "with_stack": False},
@@ -189,12 +120,12 @@ class Server:
         )
         self.generate(1, 10)
 
-    def measure(self) -> dict[int, list[float]]:
-        """{batch: [ms between launches, ms on the GPU, steps]}."""
+    def measure(self) -> dict[int, list[Any]]:
+        """{batch: [ms between launches, ms in kernels, steps]}."""
         for batch in self.args.batch:
             self.generate(batch, self.args.steps)
-        if self.profiled:
-            self.profile()
+        for batch in self.args.batch:
+            self.generate(batch, LOGIT_STEP + TRACED_STEPS + 4)
         self.generate(1, 2)  # a prefill: the recorder saves what it has
         found = json.loads((self.folder / "steps.json").read_text())
         return {int(size): times for size, times in found.items()}
@@ -228,10 +159,9 @@ def wait_for(servers: list[Server], seconds: float) -> None:
         server.error = f"did not answer within {seconds:.0f} s"
 
 
-def rows_of(server: Server, times: dict[int, list[float]], reference: Server | None) -> list[list[object]]:
+def rows_of(server: Server, times: dict[int, list[Any]], reference: Server | None) -> list[list[object]]:
     """Rows of the CSV file."""
     import sglang
-    import torch
     import triton
 
     model = model_name(server.args.model, server.args.layers)
@@ -239,7 +169,7 @@ def rows_of(server: Server, times: dict[int, list[float]], reference: Server | N
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     rows: list[list[object]] = []
     for batch in server.args.batch:
-        wall, busy, _ = times.get(batch, [math.nan] * 3)
+        wall, busy, _ = times.get(batch, [None] * 3)
         file, difference, note = server.folder / f"logits-{batch}.pt", "", server.error
         if reference is not None and file.exists() and (reference.folder / file.name).exists():
             expected, found = torch.load(reference.folder / file.name), torch.load(file)
@@ -250,9 +180,33 @@ def rows_of(server: Server, times: dict[int, list[float]], reference: Server | N
                 note = f"reference of the logits; pool of {server.args.pool_tokens} tokens; logits: std {spread:.3f}"
         rows.append(
             ["sglang", sglang.__version__, server.backend, server.dtype, model, batch, server.args.context,
-             f"{wall:.3f}" if wall == wall else "", difference, gpu, versions, f"{busy:.3f}" if busy == busy else "", note]
+             "" if wall is None else f"{wall:.3f}", difference, gpu, versions, "" if busy is None else f"{busy:.3f}", note]
         )  # fmt: skip
     return rows
+
+
+def record(server: Server, reference: Server | None) -> None:
+    """Measures or profiles a server that is up, ends it and appends its rows to the CSV file."""
+    times: dict[int, list[Any]] = {}
+    if not server.error:
+        server.signal(signal.SIGCONT)
+        try:
+            if server.profiled:
+                server.profile()
+            else:
+                times = server.measure()
+        except (OSError, ValueError) as error:
+            server.error = f"failed: {type(error).__name__}: {error}"
+        server.signal(signal.SIGKILL)
+    if server.profiled:
+        found = sorted(path.name for path in server.folder.rglob("*.json.gz"))
+        print(f"{server.backend} {server.dtype}: {server.error or 'profiled'}, {', '.join(found)}", flush=True)
+        return
+    rows, csv_file = rows_of(server, times, reference), server.args.csv
+    print(*(dict(zip(COLUMNS, row, strict=True)) for row in rows), sep="\n", flush=True)
+    new = not csv_file.exists()
+    with csv_file.open("a", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([COLUMNS, *rows] if new else rows)
 
 
 def main() -> int:
@@ -260,7 +214,7 @@ def main() -> int:
     parser.add_argument(
         "--servers",
         default="uncast:fp8_e4m3,fa3:fp8_e4m3,fa3:auto",
-        help="attention backend[/prefill's]:cache dtype,...",
+        help="attention backend[/prefill's]:cache dtype,... (may be empty with --profile)",
     )
     parser.add_argument("--model", choices=MODELS, default="glm")
     parser.add_argument("--layers", type=int, default=8)
@@ -273,7 +227,9 @@ def main() -> int:
     )
     parser.add_argument("--server-arguments", default="", help="more arguments of sglang.launch_server")
     parser.add_argument(
-        "--profile", default="", help="backends to profile (FP8), with their graphs' capture, into --out"
+        "--profile",
+        default="",
+        help="servers, as in --servers, that are started besides and profiled with their graphs' capture",
     )
     parser.add_argument("--versions", default="", help="versions of other packages, for the CSV file")
     parser.add_argument("--port", type=int, default=31000)
@@ -281,25 +237,15 @@ def main() -> int:
     parser.add_argument("--csv", type=Path, required=True, help="rows are appended")
     args = parser.parse_args()
     args.out = args.out.resolve()
-    servers = [Server(name, index, args) for index, name in enumerate(args.servers.split(","))]
-    reference = next((server for server in servers if server.dtype == "auto"), None)
+    lists = {False: args.servers, True: args.profile}
+    names = [(name, profiled) for profiled, some in lists.items() for name in some.split(",") if name]
+    servers = [Server(name, index, args, profiled) for index, (name, profiled) in enumerate(names)]
+    reference = next((server for server in servers if server.dtype == "auto" and not server.profiled), None)
     with running(servers):
         wait_for(servers, args.timeout)
-        measured = {}
         # The reference first: the others' rows are written as they come.
-        for server in sorted(servers, key=lambda one: one is not reference):
-            if not server.error:
-                server.signal(signal.SIGCONT)
-                try:
-                    measured[server.port] = server.measure()
-                except (OSError, ValueError) as error:
-                    server.error = f"failed: {type(error).__name__}: {error}"
-                server.signal(signal.SIGKILL)
-            rows = rows_of(server, measured.get(server.port, {}), reference)
-            print(*(dict(zip(COLUMNS, row, strict=True)) for row in rows), sep="\n", flush=True)
-            new = not args.csv.exists()
-            with args.csv.open("a", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([COLUMNS, *rows] if new else rows)
+        for server in sorted(servers, key=lambda one: (one.profiled, one is not reference)):
+            record(server, reference)
     return 1 if any(server.error for server in servers) else 0
 
 

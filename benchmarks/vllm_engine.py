@@ -23,21 +23,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_models import COLUMNS, FORCED_TOKEN, LOGIT_STEP, MODELS, draw_weights, model_config, model_name, prompts
-
-
-def busy_ms(spans: Iterable[tuple[float, float]]) -> float:
-    """Milliseconds covered by the union of spans (start, end) in microseconds."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total / 1e3
+from engine_models import (
+    COLUMNS,
+    FORCED_TOKEN,
+    LOGIT_STEP,
+    MODELS,
+    draw_weights,
+    kernel_ms,
+    model_config,
+    model_name,
+    prompts,
+    replace,
+)
 
 
 class Engine:
@@ -48,7 +49,7 @@ class Engine:
         from vllm import LLM
 
         Path(folder, "config.json").write_text(json.dumps(model_config(model, args.layers)), encoding="utf-8")
-        loader.initialize_dummy_weights = draw_weights
+        replace(loader.DummyModelLoader, "load_weights", lambda _, model, *__: draw_weights(model))
         llm = LLM(
             model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", seed=0,
             attention_backend=None if backend == "default" else backend, kv_cache_dtype=dtype,
@@ -106,8 +107,7 @@ class Engine:
             for _ in range(8):
                 self.engine.step()
             torch.cuda.synchronize()
-        kernels = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-        busy = busy_ms((e.time_range.start, e.time_range.end) for e in kernels) / 8
+        busy = kernel_ms(profile, 8)
         while self.engine.has_unfinished_requests():
             self.engine.step()
         return statistics.median(walls) * 1e3, busy, logits
