@@ -103,10 +103,7 @@ def busy_ms(spans: Iterable[tuple[float, float]]) -> float:
 
 def kernel_ms(profile: Any, steps: int) -> float:
     """Milliseconds a step in which any kernel or copy ran, of a finished `torch.profiler.profile` over `steps` steps."""
-    import torch
-
-    kind = torch.autograd.DeviceType.CUDA
-    on_gpu = (e for e in profile.events() if e.device_type == kind and not getattr(e, "is_user_annotation", False))
+    on_gpu = (e for e in profile.events() if e.device_type.name == "CUDA" and not e.is_user_annotation)
     return busy_ms((e.time_range.start, e.time_range.end) for e in on_gpu) / steps
 
 

@@ -27,7 +27,8 @@ class StepRecorder:
         self.launched: dict[int, list[float]] = {}
         self.busy: dict[int, float] = {}
         self._new_requests = self._timing = True
-        self._again, self._profile = 0, None
+        self._again = 0
+        self._profile: torch.profiler.profile | None = None
 
     def forward(self, original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """An AROUND hook of `ModelRunner.forward`."""
