@@ -1,15 +1,21 @@
-"""Records what a second GPU gains, and that it changes nothing: a random model of GLM-5's width, whole and shared by two GPUs.
+"""Records what a second GPU changes and what it gains: a random model of GLM-5's width, whole and shared by two GPUs.
 
-    PYTHONPATH=src torchrun --standalone --nproc-per-node 2 benchmarks/record_distributed.py --out DIR
-    PYTHONPATH=src torchrun --standalone --nproc-per-node 2 benchmarks/record_distributed.py --out DIR --tiny   # on CPUs
+    PYTHONPATH=src:. torchrun --standalone --nproc-per-node 2 benchmarks/record_distributed.py --out DIR
+    PYTHONPATH=src:. torchrun --standalone --nproc-per-node 2 benchmarks/record_distributed.py --out DIR --tiny   # on CPUs
 
 Rank 0 first runs the whole model by itself, then all ranks run their parts; each weight comes from a seed of its own, so that
-both are the same model. Dense attention, BF16 weights; times are with an `fp8_ds_mla` cache that is filled with random rows.
+both are the same model.
 
-DIR/distributed.csv has a row per step; distributed.json, by weights' dtype and cache, the differences of logits over the rows
-of a prefill whose tokens went to the same experts in every layer, and how many rows did not (two experts are nearly tied there,
-and rounding decides). On GPUs a smaller model of the same widths is compared in float16, too: its rounding is eight times finer
-than BF16's, so that a fault of the split would stand out of it.
+Logits: a prompt, then decode steps over given tokens. In float32 both are compared as they are. The BF16 model has the same
+weights; it is run with the experts that the float32 model chose, where both are also compared with the float32 model, and with
+its own. Rows "with other experts" are those whose tokens went to other experts in any layer: two experts are nearly tied there,
+and rounding decides.
+
+Times: BF16 weights, dense attention, an `fp8_ds_mla` cache full of random rows; each step eager, decode also as a CUDA graph
+(on a CPU: in static buffers, without one).
+
+DIR/distributed.csv and distributed.json are written anew after every comparison and every series of times.
+`--compile WHAT:LAYOUT` only compiles what a whole model or a part needs, so that processes side by side fill Triton's cache.
 """
 
 from __future__ import annotations
@@ -20,40 +26,30 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.distributed_logits import Looked, Routes, compare, difference, ids, looked_at, routes
+from benchmarks.distributed_model import COMPARED, TIMED, TINY, build
+from benchmarks.float32_attention import NAME as FLOAT32
 
 from uncast.bench.environment import device_name, versions
-from uncast.checkpoints.shard import shard_layer
 from uncast.engine.crew import Crew, join_crew
 from uncast.engine.lockstep import follow, make_runner
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.latent.codec import encode_rows
-from uncast.models import layers as model_layers
-from uncast.models import parallel as model_parallel
 from uncast.models.config import ModelConfig
-from uncast.models.decoder import Layer, MLADecoder, MLAWeights
-from uncast.models.layers import MLP, ExpertStack, MoE
-from uncast.models.parallel import Parallel, local_config
+from uncast.models.decoder import MLADecoder
+from uncast.models.parallel import Parallel
 
-LAYOUTS, TIMED, PAGE = ("bf16", "fp8_ds_mla"), "fp8_ds_mla", 64
-GLM5: dict[str, Any] = {
-    "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 6144, "num_attention_heads": 64, "q_lora_rank": 2048,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "intermediate_size": 12288,
-    "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-    "rope_parameters": {"rope_theta": 1e6}, "num_hidden_layers": 5,
-}  # fmt: skip
-TINY = {
-    **GLM5, "vocab_size": 512, "hidden_size": 256, "num_attention_heads": 4, "q_lora_rank": 64, "intermediate_size": 256,
-    "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3,
-}  # fmt: skip
+LAYOUT, PAGE = "fp8_ds_mla", 64
+COLUMNS = (
+    "model", "what", "run", "processes", "ms_one", "ms_shared", "speed_up", "rows", "rows_with_other_experts",
+    "largest_logit", "largest_difference", "largest_relative_to_row_maximum", "relative_norm", "device", "versions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,76 +59,36 @@ class Load:
     batch: int
     context: int
 
-
-COMPARED = {**GLM5, "n_routed_experts": 32, "num_hidden_layers": 4, "vocab_size": 32768}
-LOADS = (Load(1, 4096), Load(16, 4096), Load(64, 4096), Load(0, 4096))
-TINY_LOADS = (Load(1, 64), Load(4, 64), Load(0, 128))
-
-
-class Maker:
-    """Random weights, each from its own seed."""
-
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.device, self.dtype, self.seed = config, device, dtype, 0
-
-    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        self.seed += 1
-        generator = torch.Generator(self.device).manual_seed(self.seed)
-        made = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        return made.normal_(0.0, shape[-1] ** -0.5, generator=generator)
-
-    def ones(self, width: int) -> torch.Tensor:
-        return torch.ones(width, dtype=self.dtype, device=self.device)
-
-    def layer(self, index: int, mine: range) -> Layer:
-        """Whole but for the routed experts, of which it has `mine`."""
-        c = self.config
-        hidden, rank = c.hidden_size, c.q_lora_rank or 0
-        attention = MLAWeights(
-            q_a=self.weight(rank, hidden),
-            q_a_norm=self.ones(rank),
-            q_b=self.weight(c.num_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), rank),
-            kv_a=self.weight(c.kv_lora_rank + c.qk_rope_head_dim, hidden),
-            kv_a_norm=self.ones(c.kv_lora_rank),
-            w_uk=self.weight(c.num_heads, c.qk_nope_head_dim, c.kv_lora_rank),
-            w_uv=self.weight(c.num_heads, c.v_head_dim, c.kv_lora_rank),
-            o=self.weight(hidden, c.num_heads * c.v_head_dim),
-        )
-        mlp = self.mlp(c.intermediate_size) if c.mlp_kinds[index] == "dense" else self.moe(mine)
-        return Layer(self.ones(hidden), attention, self.ones(hidden), mlp)
-
-    def mlp(self, width: int) -> MLP:
-        return MLP(self.weight(2 * width, self.config.hidden_size), self.weight(self.config.hidden_size, width))
-
-    def moe(self, mine: range) -> MoE:
-        c, moe = self.config, self.config.moe
-        assert moe is not None
-        gate_up = self.weight(moe.num_experts, 2 * moe.intermediate_size, c.hidden_size)[mine.start : mine.stop].clone()
-        down = self.weight(moe.num_experts, c.hidden_size, moe.intermediate_size)[mine.start : mine.stop].clone()
-        router = self.weight(moe.num_experts, c.hidden_size, dtype=torch.float32)
-        bias = torch.zeros(moe.num_experts, device=self.device)
-        return MoE(moe, router, bias, ExpertStack(gate_up, down), self.mlp(moe.num_shared * moe.intermediate_size))
+    @property
+    def name(self) -> str:
+        return f"decode {self.batch} x {self.context}" if self.batch else f"prefill {self.context}"
 
 
-def build(config: ModelConfig, device: torch.device, dtype: torch.dtype, parallel: Parallel | None) -> MLADecoder:
-    """The model, or this rank's part."""
-    maker = Maker(config, device, dtype)
-    experts = range(config.moe.num_experts if config.moe is not None else 0)
-    mine = experts if parallel is None else parallel.range_of(len(experts))
-    embed, lm_head = (
-        maker.weight(config.vocab_size, config.hidden_size),
-        maker.weight(config.vocab_size, config.hidden_size),
-    )
-    made = []
-    for index in range(config.num_layers):
-        layer = maker.layer(index, mine)
-        made.append(layer if parallel is None else shard_layer(layer, config, parallel, dtype))
-    if parallel is not None:
-        rows = parallel.range_of(config.vocab_size)
-        lm_head, config = lm_head[rows.start : rows.stop].clone(), local_config(config, parallel)
-    return MLADecoder(
-        config, embed, made, maker.ones(config.hidden_size), lm_head, prefill="absorbed", parallel=parallel
-    )
+@dataclass(frozen=True)
+class Sizes:
+    """Of a recording: `tokens` of the compared prompt, and the timed steps, the largest decode last among them."""
+
+    compared: ModelConfig
+    timed: ModelConfig
+    tokens: int
+    loads: tuple[Load, ...]
+
+    @property
+    def decodes(self) -> list[int]:
+        return [load.batch for load in self.loads if load.batch]
+
+    @property
+    def timed_pages(self) -> int:
+        return max(-(-(load.context + 32) // PAGE) * max(1, load.batch) for load in self.loads)
+
+
+FULL = Sizes(
+    ModelConfig.from_hf(COMPARED), ModelConfig.from_hf(TIMED), 512,
+    (Load(1, 4096), Load(16, 4096), Load(64, 4096), Load(0, 4096)),
+)  # fmt: skip
+SMALL = Sizes(
+    ModelConfig.from_hf(TINY), ModelConfig.from_hf(TINY), 64, (Load(1, 64), Load(4, 64), Load(0, 128))
+)  # fmt: skip
 
 
 def fill(runner: ModelRunner) -> None:
@@ -143,12 +99,9 @@ def fill(runner: ModelRunner) -> None:
     runner.pool.storage.copy_(page.expand_as(runner.pool.storage))
 
 
-def ids(count: int, vocab: int, seed: int) -> list[int]:
-    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def timed(runner: ModelRunner, load: Load, vocab: int) -> float:
+def timed(runner: ModelRunner, load: Load) -> float:
     """Median milliseconds of a step as its caller sees it."""
+    vocab = runner.model.config.vocab_size
     count, times = (load.batch, 12) if load.batch else (1, 4), []
     sequences = [Sequence(ids(load.context + 32, vocab, number)) for number in range(count[0])]
     for sequence in sequences:
@@ -165,175 +118,232 @@ def timed(runner: ModelRunner, load: Load, vocab: int) -> float:
     return statistics.median(times)
 
 
-@contextmanager
-def routes() -> Iterator[list[torch.Tensor]]:
-    """The experts chosen by every mixture while it is open."""
-    seen: list[torch.Tensor] = []
-    plain = model_layers.choose_experts
-
-    def watched(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, chosen = plain(*arguments)
-        seen.append(chosen.sort(-1).values.cpu())
-        return weights, chosen
-
-    for module in (model_layers, model_parallel):
-        module.choose_experts = watched  # type: ignore[attr-defined]
-    yield seen
-    for module in (model_layers, model_parallel):
-        module.choose_experts = plain  # type: ignore[attr-defined]
+def one_step(runner: ModelRunner, load: Load) -> torch.Tensor:
+    """Logits of a decode step, on the host."""
+    sequences = [Sequence(ids(load.context + 1, runner.model.config.vocab_size, n)) for n in range(load.batch)]
+    for sequence in sequences:
+        runner.ensure_pages(sequence, load.context + 1)
+        sequence.cached = load.context
+    logits = runner.step([(sequence, 1) for sequence in sequences]).cpu()
+    for sequence in sequences:
+        runner.free(sequence)
+    return logits
 
 
-def looked_at(runner: ModelRunner, tokens: int, vocab: int) -> dict[str, Any]:
-    """Logits of every token of a prompt, the experts it went to, and the greedy tokens after it."""
-    sequence = Sequence(ids(tokens, vocab, 99))
-    runner.ensure_pages(sequence, tokens + 24)
-    with routes() as seen:
-        logits = runner.step([(sequence, tokens)], every_token=True)
-    following = [int(logits[-1].argmax())]
-    for _ in range(23):
-        sequence.tokens.append(following[-1])
-        following.append(int(runner.step([(sequence, 1)])[0].argmax()))
-    runner.free(sequence)
-    return {"logits": logits, "experts": torch.stack(seen) if seen else None, "greedy": following}
+@dataclass
+class Record:
+    """What DIR gets, and what it gets it from."""
+
+    out: Path
+    world: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, config: ModelConfig, what: str, run: str, **values: Any) -> None:
+        model = f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads"
+        named = {"model": model, "what": what, "run": run, "processes": self.world}
+        self.rows.append({**named, **values, "device": device_name(), "versions": versions()})
+
+    def compared(self, config: ModelConfig, what: str, one: Looked, two: Looked, ref: Looked | None = None) -> None:
+        found = compare(one, two, sum(kind != "dense" for kind in config.mlp_kinds))
+        if ref is not None:
+            found["one_from_float32"] = difference(ref.logits, one.logits)
+            found["shared_from_float32"] = difference(ref.logits, two.logits)
+        self.facts[what] = found
+        counts = {name: found[name] for name in ("rows", "rows_with_other_experts")}
+        for part in ("all_rows", "rows_with_equal_experts", "one_from_float32", "shared_from_float32"):
+            if part in found:
+                values = {name: f"{number:.3g}" for name, number in found[part].items() if name in COLUMNS}
+                self.add(config, f"logits, {what}", part.replace("_", " "), **counts, **values)
+        print(f"logits {what}: {json.dumps(found)}", flush=True)
+        self.write()
+
+    def timed(self, config: ModelConfig, loads: tuple[Load, ...], run: str, one: list[float], two: list[float]) -> None:
+        for load, alone, shared in zip(loads, one, two, strict=True):
+            self.add(
+                config, load.name, run,
+                ms_one=round(alone, 3), ms_shared=round(shared, 3), speed_up=round(alone / shared, 3),
+            )  # fmt: skip
+        print(f"times {run}: {[f'{a:.3f} {b:.3f}' for a, b in zip(one, two, strict=True)]}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        (self.out / "distributed.json").write_text(json.dumps(self.facts, indent=1) + "\n")
+        with (self.out / "distributed.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.rows)
 
 
-def compare(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
-    same = (one["experts"] == two["experts"]).all(-1).all(0).to(one["logits"].device)
-    difference = (one["logits"] - two["logits"])[same].abs()
-    scale = one["logits"][same].abs().amax(-1)
-    agreed = next(
-        (i for i, (a, b) in enumerate(zip(one["greedy"], two["greedy"], strict=True)) if a != b), len(one["greedy"])
-    )
-    return {
-        "rows": len(same),
-        "rows_with_other_experts": int((~same).sum()),
-        "largest_logit": float(scale.max()),
-        "largest_difference": float(difference.max()),
-        "largest_relative_to_row_maximum": float((difference.amax(-1) / scale).max()),
-        "relative_norm": float(difference.norm() / one["logits"][same].norm()),
-        "top1_equal": float((one["logits"].argmax(-1) == two["logits"].argmax(-1))[same].float().mean()),
-        "greedy_tokens_equal": agreed,
-    }
+@dataclass
+class Stage:
+    """One model in one cache, whole on rank 0 and then shared: the steps are the same functions of a runner."""
 
+    crew: Crew
+    device: torch.device
+    after: Path | None
 
-Found = tuple[dict[str, dict[str, Any]], list[float]]
-"""What was looked at, by layout, and milliseconds of each load."""
+    def wait_for_kernels(self) -> None:
+        """Until those that compile them are through, for a minute at most."""
+        until = time.monotonic() + 60.0
+        while self.after is not None and not self.after.exists() and time.monotonic() < until:
+            time.sleep(0.1)
 
+    def alone(self, config: ModelConfig, dtype: torch.dtype) -> MLADecoder:
+        return build(config, self.device, dtype, None)
 
-@dataclass(frozen=True)
-class Run:
-    """A model and what is done with it: `tokens` of a prompt are compared, `loads` are timed."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    loads: tuple[Load, ...]
-    tokens: int
-
-    def pages(self, layout: str) -> int:
-        """Of a runner."""
-        if layout != TIMED or not self.loads:
-            return self.tokens
-        return sum(-(-(load.context + 32) // PAGE) * max(1, load.batch) for load in self.loads[-2:]) + 8
-
-
-def watched(runner: ModelRunner, run: Run, layout: str, looked: dict[str, dict[str, Any]]) -> list[float]:
-    """Notes what is looked at; times of the loads, if this is the layout for them."""
-    looked[layout] = looked_at(runner, run.tokens, run.config.vocab_size)
-    return [timed(runner, load, run.config.vocab_size) for load in run.loads] if layout == TIMED else []
-
-
-def by_itself(model: MLADecoder, run: Run) -> Found:
-    looked, times = dict[str, dict[str, Any]](), list[float]()
-    for layout in LAYOUTS:
-        runner = ModelRunner(model, kv_layout=layout, num_pages=run.pages(layout))
-        if layout == TIMED:
+    def shared(
+        self, config: ModelConfig, dtype: torch.dtype, pages: int, given: Routes | None, **options: Any
+    ) -> ModelRunner | None:
+        """Rank 0's runner; None on the others, which have run it by then."""
+        self.crew = Crew(Parallel(self.crew.parallel.rank, self.crew.parallel.world), self.device)
+        model = build(config, self.device, dtype, self.crew.parallel)
+        runner = make_runner(model, self.crew, lambda: pages, **options)
+        if options.get("kv_layout") == LAYOUT:
             fill(runner)
-        times += watched(runner, run, layout, looked)
-    return looked, times
+        if self.crew.leads:
+            return runner
+        with routes(given):
+            follow(runner, self.crew)
+        self.end(runner)
+        return None
+
+    def end(self, runner: ModelRunner) -> None:
+        self.crew.close()
+        runner.release_steps()
 
 
-def together(crew: Crew, model: MLADecoder, run: Run) -> Found | None:
-    """The same on rank 0; None on a rank that follows."""
-    looked, times = dict[str, dict[str, Any]](), list[float]()
-    for layout in LAYOUTS:
-        if layout != LAYOUTS[0]:
-            crew = Crew(crew.parallel, model.device)
-        count = run.pages(layout)
-        runner = make_runner(model, crew, lambda count=count: count, kv_layout=layout)  # type: ignore[misc]
-        if layout == TIMED:
+def freed(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def compared(stage: Stage, record: Record, sizes: Sizes) -> None:
+    """In float32, then in BF16."""
+    config, pages, leads = sizes.compared, -(-(sizes.tokens + 64) // PAGE), stage.crew.leads
+    float32 = {"kv_layout": "fp32", "attention_backend": FLOAT32}
+    truth = list[Looked]()
+    if leads:
+        runner = ModelRunner(stage.alone(config, torch.float32), num_pages=pages, **float32)  # type: ignore[arg-type]
+        truth.append(looked_at(runner, sizes.tokens))
+        del runner
+        freed(stage.device)
+    shared = stage.shared(config, torch.float32, pages, None, **float32)
+    if shared is not None:
+        record.compared(config, "float32 weights, fp32 cache", truth[0], looked_at(shared, sizes.tokens))
+        stage.end(shared)
+    del shared
+    freed(stage.device)
+    stage.wait_for_kernels()
+    given = shared_routes(truth[0].routes if leads else None, stage)
+    for layout in ("bf16", LAYOUT):
+        what, alone = f"bfloat16 weights, {layout} cache", list[Looked]()
+        if leads:
+            runner = ModelRunner(stage.alone(config, torch.bfloat16), num_pages=pages, kv_layout=layout)
+            alone += [looked_at(runner, sizes.tokens, given), looked_at(runner, sizes.tokens)]
+            del runner
+            freed(stage.device)
+        shared = stage.shared(config, torch.bfloat16, pages, given, kv_layout=layout)
+        if shared is not None:
+            forced = looked_at(shared, sizes.tokens, given)
+            record.compared(config, f"{what}, experts of float32", alone[0], forced, truth[0])
+            record.compared(config, what, alone[1], looked_at(shared, sizes.tokens))
+            stage.end(shared)
+        del shared
+        freed(stage.device)
+
+
+def shared_routes(routes: Routes | None, stage: Stage) -> Routes:
+    """Rank 0's on every rank."""
+    held = [routes]
+    dist.broadcast_object_list(held, src=0, device=stage.device)
+    assert held[0] is not None
+    return held[0]
+
+
+def times(runner: ModelRunner, sizes: Sizes) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Milliseconds of eager steps and of captured decode steps, and how captured logits differ from eager ones."""
+    eager = [timed(runner, load) for load in sizes.loads]
+    print(f"eager, ms: {[round(ms, 3) for ms in eager]}", flush=True)
+    decodes = [load for load in sizes.loads if load.batch]
+    before = [one_step(runner, load) for load in decodes]
+    why_not = runner.capture(max(sizes.decodes), buckets=sizes.decodes)
+    assert why_not is None, why_not
+    after = [one_step(runner, load) for load in decodes]
+    found = {load.name: difference(a, b) for load, a, b in zip(decodes, before, after, strict=True)}
+    graph = [timed(runner, load) for load in decodes]
+    print(f"graph, ms: {[round(ms, 3) for ms in graph]}", flush=True)
+    return eager, graph, found
+
+
+def gained(stage: Stage, record: Record, sizes: Sizes) -> None:
+    config, options = sizes.timed, {"kv_layout": LAYOUT}
+    one: tuple[list[float], list[float], dict[str, Any]] | None = None
+    if stage.crew.leads:
+        runner = ModelRunner(stage.alone(config, torch.bfloat16), num_pages=sizes.timed_pages, **options)  # type: ignore[arg-type]
+        fill(runner)
+        one = times(runner, sizes)
+        record.facts["captured from eager, one"] = one[2]
+        record.write()
+        runner.release_steps()
+        del runner
+        freed(stage.device)
+    shared = stage.shared(config, torch.bfloat16, sizes.timed_pages, None, **options)
+    if shared is not None and one is not None:
+        two = times(shared, sizes)
+        record.facts["captured from eager, shared"] = two[2]
+        record.timed(config, sizes.loads, "eager", one[0], two[0])
+        decodes = tuple(load for load in sizes.loads if load.batch)
+        record.timed(config, decodes, "graph", one[1], two[1])
+        stage.end(shared)
+
+
+def compile_only(what: str, sizes: Sizes, device: torch.device) -> None:
+    """Runs a dense layer and one with a mixture as everything else will run them, by itself: a part exchanges nothing."""
+    kind, _, layout = what.partition(":")
+    parallel = None
+    if kind == "part":
+        parallel = Parallel(0, 2)
+        Parallel._collective = lambda self, run: None  # type: ignore[method-assign]
+    for config in (sizes.compared, sizes.timed) if layout == LAYOUT else (sizes.compared,):
+        config = replace(config, num_layers=2, mlp_kinds=config.mlp_kinds[:2])
+        model = build(config, device, torch.bfloat16, parallel)
+        runner = ModelRunner(model, num_pages=sizes.timed_pages + 16, kv_layout=layout)
+        if layout == LAYOUT:
             fill(runner)
-        if crew.leads:
-            times += watched(runner, run, layout, looked)
-        else:
-            follow(runner, crew)
-        crew.close()
-    return (looked, times) if crew.leads else None
+        looked_at(runner, sizes.tokens)
+        if config.vocab_size == sizes.timed.vocab_size:
+            times(runner, sizes)
+        del model, runner
+        freed(device)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tiny", action="store_true", help="a small model in float32 on CPUs")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a small model on CPUs")
+    parser.add_argument("--compile", metavar="WHAT:LAYOUT", help="whole or part, and a layout; nothing is recorded")
+    parser.add_argument("--after", type=Path, help="BF16 waits up to a minute until this file is there")
     args = parser.parse_args()
+    sizes = SMALL if args.tiny else FULL
+    cuda = torch.cuda.is_available()
+    if args.compile:
+        compile_only(args.compile, sizes, torch.device("cuda", 0) if cuda else torch.device("cpu"))
+        return
+    if args.out is None:
+        parser.error("--out is missing")
     crew = join_crew(300.0)
     assert crew is not None, "start it with torchrun"
     args.out.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = torch.float32 if args.tiny else torch.bfloat16
-    config, loads = ModelConfig.from_hf(TINY if args.tiny else GLM5), TINY_LOADS if args.tiny else LOADS
-    runs = [Run(config, dtype, loads, 64 if args.tiny else 512)]
-    if not args.tiny:
-        runs.append(Run(ModelConfig.from_hf(COMPARED), torch.float16, (), 512))
-    began, alone = time.perf_counter(), list[Found]()
-    for run in runs if crew.leads else ():
-        model = build(run.config, device, run.dtype, None)
-        print(f"whole model made after {time.perf_counter() - began:.1f} s", flush=True)
-        alone.append(by_itself(model, run))
-        print(f"one, ms: {[round(ms, 3) for ms in alone[-1][1]]} after {time.perf_counter() - began:.1f} s", flush=True)
-        del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if not crew.leads:  # compile this rank's kernels meanwhile
-        part = replace(config, num_heads=config.num_heads // crew.parallel.world, num_layers=1, mlp_kinds=("dense",))
-        by_itself(build(part, device, dtype, None), replace(runs[0], config=part))
-    crew.wait_ready()
-    parallel, facts = crew.parallel, dict[str, Any]()
-    for number, run in enumerate(runs):
-        crew = Crew(parallel, device) if number else crew
-        shared = together(crew, build(run.config, device, run.dtype, parallel), run)
-        if shared is None:
-            continue
-        print(f"shared, ms: {[round(ms, 3) for ms in shared[1]]} after {time.perf_counter() - began:.1f} s", flush=True)
-        for layout in LAYOUTS:
-            name = f"{str(run.dtype).removeprefix('torch.')} weights, {layout} cache"
-            facts[name] = compare(alone[number][0][layout], shared[0][layout])
-            print(name, json.dumps(facts[name]), flush=True)
-        (args.out / "distributed.json").write_text(json.dumps(facts, indent=1) + "\n")
-        if run.loads:
-            record(args.out, run, parallel.world, alone[number][1], shared[1])
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    stage, record = Stage(crew, device, args.after), Record(args.out, crew.parallel.world)
+    crew.close()
+    compared(stage, record, sizes)
+    gained(stage, record, sizes)
+    if crew.leads:
+        print("whole", flush=True)
     dist.destroy_process_group()
-
-
-def record(out: Path, run: Run, world: int, alone: list[float], shared: list[float]) -> None:
-    config = run.config
-    rows = [
-        {
-            "model": f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads",
-            "step": f"decode {load.batch} x {load.context}" if load.batch else f"prefill {load.context}",
-            "processes": world,
-            "ms_one": round(one, 3),
-            "ms_shared": round(two, 3),
-            "speed_up": round(one / two, 3),
-            "device": device_name(),
-            "versions": versions(),
-        }
-        for load, one, two in zip(run.loads, alone, shared, strict=True)
-    ]
-    with (out / "distributed.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from uncast.engine import static_step
+from uncast.engine import graphs
 from uncast.numerics import e2m1
 
 _SMALL = 1 << 14
@@ -366,7 +366,7 @@ def fake_cuda(arch: int = 90, sms: int = 132, memory: int = 141 << 30) -> Iterat
         "max_memory_allocated": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
     }  # fmt: skip
     with ExitStack() as stack:
-        for remembered in (static_step._capture_stream, e2m1._pairs):  # by device: no other mode's, nor a real GPU's
+        for remembered in (graphs._capture_stream, e2m1._pairs):  # by device: no other mode's, nor a real GPU's
             remembered.cache_clear()
             stack.callback(remembered.cache_clear)
         for name, value in there.items():

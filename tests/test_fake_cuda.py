@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fake_cuda import HostSync, fake_cuda
-from uncast.engine import static_step
+from uncast.engine import graphs
 from uncast.numerics import e2m1
 
 triton = pytest.importorskip("triton")
@@ -74,5 +74,5 @@ def test_nothing_of_one_pretended_gpu_is_left_for_the_next() -> None:
     for _ in range(2):
         with fake_cuda() as gpu:
             assert e2m1.decode(gpu.move(packed)).shape == (2, 8)
-            assert isinstance(static_step._capture_stream(0), torch.cuda.Stream)
-    assert not e2m1.decode(packed).is_cuda and static_step._capture_stream.cache_info().currsize == 0
+            assert isinstance(graphs._capture_stream(0), torch.cuda.Stream)
+    assert not e2m1.decode(packed).is_cuda and graphs._capture_stream.cache_info().currsize == 0

@@ -43,17 +43,25 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
     return found
 
 
-def texts(runner: ModelRunner, tokenizer: Tokenizer) -> tuple[list[list[int]], int]:
-    """Greedy tokens of six requests that do not fit into the pool together, and how often one was swapped out."""
+def texts(runner: ModelRunner, tokenizer: Tokenizer, *, static: bool = False) -> tuple[list[list[int]], int]:
+    """Tokens of six requests that do not fit into the pool together, and how often one was swapped out.
+
+    Args:
+        static: decode steps in static buffers, launched ahead of what they chose; half of the requests are sampled then.
+    """
+    if static:
+        assert runner.capture(6, buckets=(1, 2, 4)) is None
     engine = Engine(runner, tokenizer, EngineConfig(max_running=6, max_step_tokens=32))
     found: dict[str, list[int]] = {}
     for number in range(6):
         prompt = [(31 * number + 7 * i) % 500 for i in range(20 + number)]
-        engine.add(Request(prompt, SamplingParams(), 40, request_id=str(number), ignore_eos=True))
+        params = SamplingParams(1.0, seed=number) if static and number % 2 else SamplingParams()
+        engine.add(Request(prompt, params, 40, request_id=str(number), ignore_eos=True))
     while engine.has_work:
         for output in engine.step():
             found.setdefault(output.request_id, []).extend(output.token_ids)
     engine.check_integrity()
+    assert not static or engine.ahead.launched_early > 5
     return [found[str(number)] for number in range(6)], engine.stats().preemptions_total
 
 
@@ -66,7 +74,7 @@ def work(what: str, folder: Path, crew: Crew) -> Any:
         lambda: 12 + crew.parallel.rank,
         kv_layout="fp32",
         page_size=16,
-        deterministic=what == "deterministic",
+        deterministic="deterministic" in what,
     )
     assert runner.pool.num_pages == 12
     if not crew.leads:
@@ -76,7 +84,10 @@ def work(what: str, folder: Path, crew: Crew) -> Any:
         return None
     if what == "hangs":
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=HANG_S))
-    found = texts(runner, Tokenizer(folder)) if what == "texts" else logits(runner)
+    if "texts" in what:
+        found: Any = texts(runner, Tokenizer(folder), static=what.startswith("static"))
+    else:
+        found = logits(runner)
     if what == "leader dies":
         die()
     return found

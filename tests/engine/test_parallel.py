@@ -102,6 +102,18 @@ def test_greedy_text_is_that_of_one_process_while_requests_are_swapped(tmp_path:
     assert tokens == alone and swapped == swapped_alone > 0
 
 
+@pytest.mark.parametrize("what", ["static texts", "static deterministic texts"])
+def test_steps_launched_ahead_are_those_of_one_process(tmp_path: Path, what: str) -> None:
+    """Greedy and sampled: what rank 0 drew is known on its device alone when the next step starts."""
+    folder = build_model_folder(tmp_path / "tiny")
+    ((tokens, swapped),) = together(tmp_path / "out", what, folder)
+    runner = ModelRunner(
+        load_model(folder), kv_layout="fp32", num_pages=12, page_size=16, deterministic="deterministic" in what
+    )
+    alone, swapped_alone = parallel_worker.texts(runner, Tokenizer(folder), static=True)
+    assert tokens == alone and swapped == swapped_alone > 0
+
+
 @pytest.mark.parametrize(
     ("what", "codes", "sentences"),
     [

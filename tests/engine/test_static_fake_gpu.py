@@ -12,6 +12,8 @@ from tests.models.fake_gpu import config_of, meta_model
 from uncast.engine.batch import Batch
 from uncast.engine.runner import ModelRunner, RunnerError, Sequence
 from uncast.engine.sampler import Draw
+from uncast.engine.static_step import Staged
+from uncast.models.parallel import Parallel
 
 pytest.importorskip("triton")
 
@@ -90,6 +92,28 @@ def test_verification_and_draft_chains_are_captured(gpu: FakeGpu) -> None:
     assert sum(launch.kind == "copy" for launch in gpu.launches) == 3  # rows, block tables, guesses
 
 
+@pytest.mark.parametrize(("packed", "deterministic"), [("", False), ("nvfp4", False), ("fp8", True)])
+def test_a_ranks_part_is_captured(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, packed: str, deterministic: bool
+) -> None:
+    """In a graph ranks exchange the ids, two sums a layer, and their parts of the logits."""
+    exchanges = list[Parallel]()
+    monkeypatch.setattr(Parallel, "_collective", lambda self, run: exchanges.append(self))
+    model = gpu.move(meta_model(config_of("glm_flash"), packed, parallel=Parallel(1, 2)))
+    runner = ModelRunner(model, num_pages=80, page_size=64, kv_layout="fp8_ds_mla", deterministic=deterministic)
+    assert runner.capture(4, buckets=(4,)) is None
+    assert len(exchanges) == 3 * (2 * model.config.num_layers + 2)  # twice before the capture
+    gpu.launches.clear()
+    runner.launch(cached(runner, 3), [-1] * 3)
+    assert gpu.names().count("rope_write_kernel") == model.config.num_layers
+    assert len(exchanges) == 3 * (2 * model.config.num_layers + 2)
+    steps = runner.decode_steps
+    runner.release_steps()
+    assert runner.decode_steps is None and steps is not None
+    with pytest.raises(KeyError):
+        steps.decode.replay(Staged([[0] * steps.decode.max_requests] * 5, [], [], 1, 0))
+
+
 def test_experts_that_the_host_calls_are_refused(gpu: FakeGpu) -> None:
     """Not captured, and said so; a captured step would have failed with a sync."""
     runner = make_runner(gpu, "glm_flash")
@@ -97,6 +121,9 @@ def test_experts_that_the_host_calls_are_refused(gpu: FakeGpu) -> None:
     layer.mlp.experts = list(layer.mlp.experts)  # type: ignore[union-attr, arg-type]
     reason = runner.capture(4)
     assert reason is not None and "called one by one by the host" in reason and runner.decode_steps is None
+    part = gpu.move(meta_model(config_of("glm_flash"), parallel=Parallel(0, 2)))
+    part.layers[-1].mlp.experts = list(part.layers[-1].mlp.experts)  # type: ignore[union-attr, arg-type]
+    assert ModelRunner(part, num_pages=80).capture_refusal() == reason
 
 
 def test_a_model_on_another_gpu_than_the_current_one_is_refused(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@
 
 Each follower holds one connection to rank 0 over the loopback interface. It carries the steps, and its end tells of a death:
 the kernel closes it whatever a process dies of, so every rank ends with a sentence at once, whatever it is waiting for. A rank
-that hangs without dying is found by the timeout of the collectives.
+that hangs without dying is found by the timeout of the collectives, and in a CUDA graph, where no collective has one, by the
+age of the last step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import NoReturn
@@ -25,6 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from uncast.engine.pace import Done, Pace
 from uncast.models.parallel import Parallel, ParallelError, form_group
 
 COLLECTIVE_TIMEOUT_S = 120.0
@@ -44,6 +47,24 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     wanted: list[int]
 
 
+class Capture(msgspec.Struct, tag=True, frozen=True):
+    """Static decode steps are prepared, see `ModelRunner.capture`."""
+
+    max_requests: int
+    graphs: bool | None
+    buckets: list[int]
+
+
+class Launch(msgspec.Struct, tag=True, frozen=True):
+    """One static decode step, see `uncast.engine.static_step.Staged`."""
+
+    rows: list[list[int]]
+    places: list[int]
+    values: list[int]
+    requests: int
+    topk: int
+
+
 class TakePages(msgspec.Struct, tag=True, frozen=True):
     """Rank 0 has written these pages (from host memory) and sends their bytes to everyone."""
 
@@ -58,7 +79,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """Rank 0 has finished; from a follower: so has it."""
 
 
-Message = Step | TakePages | Ready | Stop
+Message = Step | Capture | Launch | TakePages | Ready | Stop
 _decode = msgspec.msgpack.Decoder(Message).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -68,6 +89,7 @@ class Crew:
 
     Attributes:
         parallel: the group, for the model.
+        at_end: called by `leave_crew` before the group is taken down.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
@@ -80,10 +102,12 @@ class Crew:
             ParallelError: a rank did not connect.
         """
         self.parallel, self.timeout_s = parallel, timeout_s
+        self.at_end = list[Callable[[], None]]()
         parallel.on_failure = self._collective_failed
         self._peers: dict[int, Connection] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._pace = Pace(timeout_s, self.abandon, f"rank {parallel.rank} of {parallel.world}")
         self._send_lock, self._last_words = threading.Lock(), threading.Lock()
         if self.leads:
             self._listen(device)
@@ -116,6 +140,11 @@ class Crew:
                 except OSError:
                     self.abandon(self._ended(rank))
 
+    def pace(self, event: Done) -> None:
+        """Notes that a step has been launched behind which the device reaches `event`; if it does not do so within `timeout_s`,
+        and no later step is noted meanwhile, this process ends."""
+        self._pace.note(event)
+
     def receive(self) -> Message:
         """The next message to this rank; waits for it."""
         return self._inbox.get()[1]
@@ -123,6 +152,7 @@ class Crew:
     def close(self) -> None:
         """Ends the crew in order, every rank for itself: rank 0 tells the others to stop and waits until they have."""
         self._closing.set()
+        self._pace.close()
         if self.leads:
             self.tell(Stop())
             for _ in self._peers:
@@ -232,6 +262,8 @@ def join_crew(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Crew | None:
 def leave_crew(crew: Crew) -> None:
     """Ends what `join_crew` began; no collective may follow."""
     crew.close()
+    for end in crew.at_end:
+        end()
     dist.destroy_process_group()
 
 

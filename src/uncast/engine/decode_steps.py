@@ -12,18 +12,17 @@ from uncast.engine.static_draft import StaticDraft
 from uncast.engine.static_step import BUCKETS, StaticStep, StepParts, StepRequest
 from uncast.models.decoder import MLADecoder
 from uncast.models.layers import ExpertStack, MoE
+from uncast.models.parallel import ShardedMoE
 
 
 def graph_refusal(decoder: MLADecoder, requested: str, spec: ProblemSpec) -> str | None:
     """Why no decode step of this model can be captured on its GPU (or run without the host looking at it), in one sentence;
     None if it can."""
-    if decoder.parallel is not None:
-        return "decode steps are not captured: several processes share the model, and each runs what rank 0 tells it"
     if decoder.device.type == "cpu":
         return None
     x = torch.empty((1, decoder.config.hidden_size), dtype=decoder.dtype, device=decoder.device)
     for layer in decoder.layers:
-        experts = layer.mlp.experts if isinstance(layer.mlp, MoE) else None
+        experts = layer.mlp.experts if isinstance(layer.mlp, MoE | ShardedMoE) else None
         if experts is not None and not (isinstance(experts, ExpertStack) and experts.is_grouped(x)):
             return (
                 f"decode steps are not captured: experts of {decoder.dtype} and these widths are called one by one by the "
@@ -59,6 +58,13 @@ class DecodeSteps:
             step.prepare(graphs)
         if self.draft is not None:
             self.draft.prepare(graphs)
+
+    def release(self) -> None:
+        """Gives the graphs up; no step may follow."""
+        for step in (self.decode, *self.verify.values()):
+            step.release()
+        if self.draft is not None:
+            self.draft.release()
 
     def find(self, chunks: Seq[tuple[Sequence, int]]) -> tuple[StaticStep, list[StepRequest]] | None:
         """The static step that these chunks fit, and its requests; None if they have to be run eagerly. Logits of all its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -16,7 +17,7 @@ from uncast.engine.planning import Planning
 from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool, require_current
 from uncast.engine.sampler import Draw
 from uncast.engine.sequence import MTPState, Rows, Sequence, tiles, whole
-from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, StaticStep, StepParts, StepRequest
+from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, Staged, StaticStep, StepParts, StepRequest
 from uncast.engine.step_bytes import StepBytes, counted_at, lengths_of_passes, step_bytes
 from uncast.latent.codec import new_counters
 from uncast.latent.layouts import row_layout
@@ -85,6 +86,7 @@ class ModelRunner:
         self._draft_rows = 0
         self._chunks: list[tuple[int, int]] = []
         self.decode_steps: DecodeSteps | None = None
+        self._tell: Callable[[Staged], None] | None = None
         self.attention_backend = self._warm_up()
 
     def _warm_up(self) -> str:
@@ -132,10 +134,10 @@ class ModelRunner:
         Returns:
             None, or a sentence that says why every step stays eager.
         """
-        device, topk = self.model.device, self._max_topk
-        reason = graph_refusal(self._decoder, self.attention.requested, self._planning.spec(1, topk))
+        reason = self.capture_refusal()
         if reason is not None:
             return reason
+        device, topk = self.model.device, self._max_topk
         longest = min(self.pool.num_pages * self.page_size, self.model.config.max_position_embeddings)
         parts = StepParts(
             self._decoder, self.pool, self.counters, self.attention.requested, self.deterministic, self.drafts, topk,
@@ -144,6 +146,16 @@ class ModelRunner:
         on = device.type == "cuda" if graphs is None else graphs and device.type == "cuda"
         self.decode_steps = DecodeSteps(parts, max_requests, drafts, graphs=on, buckets=buckets)
         return None
+
+    def capture_refusal(self) -> str | None:
+        """Why `capture` would do nothing, in one sentence; None if it can."""
+        return graph_refusal(self._decoder, self.attention.requested, self._planning.spec(1, self._max_topk))
+
+    def release_steps(self) -> None:
+        """Gives up what `capture` made; steps are eager then."""
+        if self.decode_steps is not None:
+            self.decode_steps.release()
+        self.decode_steps = None
 
     def launch(self, sequences: Seq[Sequence], sources: Seq[int], draws: Seq[tuple[int, Draw]] = ()) -> Chosen:
         """Starts a decode step of the next row of each sequence, in `decode_steps.decode`; nothing waits for the device.
@@ -203,7 +215,7 @@ class ModelRunner:
     ) -> int:
         """Runs a static step; how many rows it has."""
         with record_function(step_label([(sequence.cached + count, count) for sequence, count in chunks])):
-            rows = step.run(requests, draws)
+            rows = step.run(requests, draws, self._tell)
         for sequence, count in chunks:
             sequence.cached += count
         self._plans, self._chunks = step.used, [(sequence.cached, count) for sequence, count in chunks]

@@ -18,7 +18,8 @@ import torch
 from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.batch import Batch
 from uncast.engine.fixed_rows import ROW_TILE
-from uncast.engine.static_step import StepParts, captured, to_device
+from uncast.engine.graphs import captured, release
+from uncast.engine.static_step import StepParts, to_device
 from uncast.engine.step_bytes import counted_at
 from uncast.models.decoder import ForwardBatch
 
@@ -47,6 +48,12 @@ class StaticDraft:
             call = self._planned(size)
             self._run[size] = captured(call, pool) if graphs else call
             self._run[size]()
+
+    def release(self) -> None:
+        """Gives the graphs up; no chain may follow."""
+        for run in self._run.values():
+            release(run)
+        self._run = {}
 
     def size_for(self, rows: int) -> int | None:
         """The smallest size that holds so many rows; None if none does."""

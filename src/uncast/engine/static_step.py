@@ -11,7 +11,9 @@ A part is a range of requests with `q_len` query rows each. By default one part 
 batch; in deterministic mode parts are tiles of `ROW_TILE` rows and as many run as the batch needs. Rows beyond the batch have
 slot -1 and length 0: they are written nowhere, attend to nothing and no byte counts them.
 
-On a CPU, or with graphs off, a part is called instead of replayed; everything else is the same code.
+On a CPU, or with graphs off, a part is called instead of replayed; everything else is the same code. Where several processes
+share the model, each has these buffers and parts; rank 0 stages a step and tells the others (`Staged`), and its ids, some of
+which only its device knows, are the first thing that they exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 
 from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.fixed_rows import ROW_TILE
+from uncast.engine.graphs import captured, release
 from uncast.engine.planning import Planning
 from uncast.engine.sampler import Draw, sample_rows
 from uncast.latent.pool import PagedPool
@@ -38,7 +40,6 @@ BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 KNOWN = -1
 """Source of a row whose token the host knows."""
 _IDS, _POSITIONS, _SLOTS, _LENGTHS, _SOURCES = range(5)
-_WARM_RUNS = 2
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,23 @@ class StepRequest:
     kv_len: int
     tokens: Seq[int]
     source: int = KNOWN
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A step as the device gets it; everything that a rank has to know to run its part of it.
+
+    Attributes:
+        rows: ids, positions, slots, lengths and sources of every row of the buffers.
+        places, values: new entries of the block tables, as places in the flattened buffer and pages.
+        requests: how many; topk: of their attention.
+    """
+
+    rows: list[list[int]]
+    places: list[int]
+    values: list[int]
+    requests: int
+    topk: int
 
 
 class Chosen:
@@ -168,26 +186,48 @@ class StaticStep:
                 part.run[topk] = captured(call, pool) if graphs else call
                 part.run[topk]()
 
-    def run(self, requests: Seq[StepRequest], draws: Seq[tuple[int, Draw]] = ()) -> int:
+    def run(
+        self,
+        requests: Seq[StepRequest],
+        draws: Seq[tuple[int, Draw]] = (),
+        tell: Callable[[Staged], None] | None = None,
+    ) -> int:
         """Starts a step; nothing waits for it. Its logits and `choose` follow in the order of the device.
 
         Args:
             draws: (row, how it samples) of the rows that do not take their likeliest token.
+            tell: called with the step before it starts.
 
         Returns:
             How many rows the step has.
         """
-        self._previous.copy_(self._results[0])
-        self._refresh_tables(requests)
-        self._inputs.copy_(to_device(self._staged(requests), self._device), non_blocking=True)
         longest = max(request.kv_len for request in requests)
         topk = self._parts.max_topk if self._parts.deterministic or longest > self._parts.max_topk else 0
-        parts = self._needed(len(requests))
-        for part in parts:
-            part.run[topk]()
-        self.used = [self._counted(part, topk, requests) for part in parts]
+        places, values = self._new_entries(requests)
+        staged = Staged(self._rows(requests), places, values, len(requests), topk)
+        if tell is not None:
+            tell(staged)
+        self.replay(staged)
+        self.used = [self._counted(part, topk, requests) for part in self._needed(len(requests))]
         self._sample(draws)
         return len(requests) * self.q_len
+
+    def replay(self, staged: Staged) -> None:
+        """Starts a staged step, up to the likeliest token of each row."""
+        self._previous.copy_(self._results[0])
+        if staged.places:
+            sent = to_device([staged.places, staged.values], self._device)
+            self._tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+        self._inputs.copy_(to_device(staged.rows, self._device), non_blocking=True)
+        for part in self._needed(staged.requests):
+            part.run[staged.topk]()
+
+    def release(self) -> None:
+        """Gives the graphs up, and with them what they hold of a process group; no step may follow."""
+        for part in self._all:
+            for run in part.run.values():
+                release(run)
+            part.run = {}
 
     def chosen(self, rows: int) -> Chosen:
         """What the last step chose, underway to the host."""
@@ -198,7 +238,7 @@ class StaticStep:
             return [part for part in self._all if part.first < requests]
         return [next(part for part in self._all if part.last >= requests)]
 
-    def _staged(self, requests: Seq[StepRequest]) -> list[list[int]]:
+    def _rows(self, requests: Seq[StepRequest]) -> list[list[int]]:
         """The rows of `_inputs`; lengths are by request, everything else by row."""
         size, missing = self._parts.pool.page_size, self._inputs.shape[1] - len(requests) * self.q_len
         ids, positions, slots, sources = list[int](), list[int](), list[int](), list[int]()
@@ -212,8 +252,8 @@ class StaticStep:
         none, lengths = [0] * missing, lengths + [0] * (self._inputs.shape[1] - len(requests))
         return [ids + none, positions + none, slots + [-1] * missing, lengths, sources + [KNOWN] * missing]
 
-    def _refresh_tables(self, requests: Seq[StepRequest]) -> None:
-        """Sends the entries of block tables that are not there yet."""
+    def _new_entries(self, requests: Seq[StepRequest]) -> tuple[list[int], list[int]]:
+        """The entries of block tables that the device does not have yet: their places, and the pages."""
         places, values = list[range](), list[Seq[int]]()
         for row, request in enumerate(requests):
             held, pages = self._held[row], request.pages[: self._parts.width]  # more than a context has may be reserved
@@ -223,9 +263,7 @@ class StaticStep:
             places.append(range(row * self._parts.width + known, row * self._parts.width + len(pages)))
             values.append(pages[known:])
             self._held[row] = list(pages)
-        if places:
-            sent = to_device([list(chain(*places)), list(chain(*values))], self._device)
-            self._tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+        return list(chain(*places)), list(chain(*values))
 
     def _planned(self, part: _Part, topk: int) -> Callable[[], None]:
         parts, size = self._parts, part.last - part.first
@@ -249,6 +287,8 @@ class StaticStep:
         def call() -> None:
             self._lengths[requests].copy_(self._inputs[_LENGTHS][requests])
             batch.token_ids = torch.where(sources < 0, ids, self._previous[sources.clamp_min(0)])
+            if parts.decoder.parallel is not None:
+                parts.decoder.parallel.from_first(batch.token_ids)
             logits, hidden = parts.decoder.forward_hidden(batch, every=parts.drafts)
             largest, best = logits.max(-1)
             self.logits[rows].copy_(logits)
@@ -302,35 +342,3 @@ def to_device(
     """A tensor of host numbers on `device`; the copy waits for nothing (torch keeps pinned memory until it is done)."""
     host = torch.tensor(values, dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
-@cache
-def _capture_stream(device: int) -> Any:
-    """One for all captures of a device: cuBLAS keeps a workspace for every stream that it has seen."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """A captured call. `call` is kept for the buffers that only it refers to and that the graph reads and writes."""
-
-    graph: Any
-    call: Callable[[], None]
-
-    def __call__(self) -> None:
-        self.graph.replay()
-
-
-def captured(call: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """`call` as the replay of a CUDA graph; it runs a few times before, so that everything is compiled and loaded."""
-    stream = _capture_stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_RUNS):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        call()
-    return _Replay(graph, call)

@@ -232,10 +232,10 @@ class MLADecoder:
             hidden, pending = hidden[rows], None if pending is None else pending[rows]
         normed, _ = add_norm(hidden, pending, norm, self.config.rms_norm_eps, self.config.residual_scale)
         wanted = scaled(normed[rows] if every else normed, self.config.logit_scale)
-        logits = F.linear(wanted, self.lm_head).to(torch.float32)
+        logits = F.linear(wanted, self.lm_head)
         if self.parallel is not None:
             logits = self.parallel.gather(logits, self.config.vocab_size)
-        return logits, normed
+        return logits.to(torch.float32), normed
 
     def _attend(self, weights: MLAWeights, x: torch.Tensor, cache: torch.Tensor, step: _Step) -> torch.Tensor:
         config, tokens = self.config, x.shape[0]

@@ -6,8 +6,8 @@
     routed experts  rank r has experts E*r/n .. E*(r+1)/n; tokens stay where they are, parts are summed
     LM head         by rows: logits are gathered
 
-Parts are summed in float32 and rounded once, as one process rounds the whole product. Two sums a layer, [n, hidden] each (twice
-that after a mixture, whose shared and routed results are rounded apart).
+Parts are summed in float32 and rounded once, as one process rounds the whole product. Two sums a layer, [n, hidden] each: one
+of attention, one of the MLP or of routed and shared experts together.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from uncast.models.layers import MoE
 from uncast.quant.matmul import linear
 from uncast.quant.packed import Weight, concat_rows
 from uncast.quant.slices import take_columns, take_rows
+
+
+_all_gather: Callable[[torch.Tensor, torch.Tensor], object] = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+"""One call by the names that torch gives it, the newer one first."""
 
 
 class ParallelError(RuntimeError):
@@ -63,8 +69,7 @@ class Parallel:
         if not self.ordered:
             self._collective(lambda: dist.all_reduce(part))
             return part
-        parts = [torch.empty_like(part) for _ in range(self.world)]
-        self._collective(lambda: dist.all_gather(parts, part))
+        parts = self._everyone(part)
         total = parts[0]
         for other in parts[1:]:
             total += other
@@ -73,9 +78,7 @@ class Parallel:
     def gather(self, part: torch.Tensor, columns: int) -> torch.Tensor:
         """[m, columns] of the ranks' parts [m, their `range_of(columns)`]."""
         widest = -(-columns // self.world)
-        mine = F.pad(part, (0, widest - part.shape[1])).contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.world)]
-        self._collective(lambda: dist.all_gather(parts, mine))
+        parts = self._everyone(F.pad(part, (0, widest - part.shape[1])))
         widths = [len(Parallel(rank, self.world).range_of(columns)) for rank in range(self.world)]
         return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], dim=-1)
 
@@ -92,6 +95,12 @@ class Parallel:
     def project(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """x @ weight^T where every rank has some columns of both: the whole product, in x's dtype."""
         return self.sum(linear_wide(x, weight)).to(x.dtype)
+
+    def _everyone(self, part: torch.Tensor) -> torch.Tensor:
+        """[world, *part.shape], in the order of ranks."""
+        parts = part.new_empty(self.world * part.shape[0], *part.shape[1:])
+        self._collective(lambda: _all_gather(parts, part.contiguous()))
+        return parts.view(self.world, *part.shape)
 
     def _collective(self, run: Callable[[], object]) -> None:
         try:
@@ -158,10 +167,9 @@ class ShardedMoE:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = choose_experts(self.config, x, self.router, self.bias)
         routed = self._routed(x, weights, chosen)
-        if self.shared is None:
-            return self.parallel.sum(routed).to(x.dtype)
-        both = self.parallel.sum(torch.stack([partial_mlp(self.shared, x), routed])).to(x.dtype)
-        return both[0] + both[1]
+        if self.shared is not None:
+            routed += partial_mlp(self.shared, x)
+        return self.parallel.sum(routed).to(x.dtype)
 
     def _routed(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """float32 [n, hidden]: what this rank's experts add."""
