@@ -25,7 +25,7 @@ class StepRecorder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.launched: dict[int, list[float]] = {}
-        self.busy: dict[int, float] = {}
+        self.busy: dict[int, float | None] = {}
         self._new_requests = self._timing = True
         self._again = 0
         self._profile: torch.profiler.profile | None = None
@@ -67,7 +67,8 @@ class StepRecorder:
         elif self._profile is not None and self._again == LOGIT_STEP + TRACED_STEPS:
             torch.cuda.synchronize()
             self._profile.stop()
-            self.busy[size], self._profile = kernel_ms(self._profile, TRACED_STEPS), None
+            self.busy[size] = kernel_ms(self._profile, TRACED_STEPS) or None  # without CUPTI there are no kernels
+            self._profile = None
 
     def save(self) -> None:
         """Writes {batch: [ms between launches, ms in kernels or None, steps]} of the steps after the first `LOGIT_STEP`."""
