@@ -57,6 +57,20 @@ class Sequence:
         known = len(self.tokens)
         return self.tokens[position] if position < known else self.drafts[position - known]
 
+    def span(self, start: int, end: int) -> list[int]:
+        """The tokens at positions [start, end)."""
+        known = len(self.tokens)
+        return self.tokens[start:end] + self.drafts[max(start - known, 0) : max(end - known, 0)]
+
+    def slots(self, start: int, end: int, page_size: int) -> list[int]:
+        """Where the rows at positions [start, end) are in the pool."""
+        found: list[int] = []
+        for index in range(start // page_size, -(-end // page_size)):
+            first = self.pages[index] * page_size
+            found += range(first, first + page_size)
+        offset = start % page_size
+        return found[offset : offset + end - start]
+
     def slot(self, position: int, page_size: int) -> int:
         """Where the row at `position` is in the pool."""
         return self.pages[position // page_size] * page_size + position % page_size
@@ -67,8 +81,9 @@ def whole(rows: Seq[Rows], shift: int, page_size: int) -> Batch:
     batch = Batch()
     for row in rows:
         batch.wanted += [len(batch.ids) + position - row.start for position in range(row.wanted, row.end)]
-        for position in range(row.start, row.end):
-            batch.add(row.sequence.token(position + shift), position, row.sequence.slot(position, page_size))
+        batch.ids += row.sequence.span(row.start + shift, row.end + shift)
+        batch.positions += range(row.start, row.end)
+        batch.slots += row.sequence.slots(row.start, row.end, page_size)
         batch.close(row.sequence.pages, row.end)
     return batch
 
