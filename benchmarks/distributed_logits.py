@@ -13,7 +13,7 @@ from uncast.engine.runner import ModelRunner, Sequence
 from uncast.models import layers as model_layers
 from uncast.models import parallel as model_parallel
 from uncast.models.config import MoEConfig
-from uncast.models.fused import wide_linear
+from uncast.models.fused import choose_experts, wide_linear
 
 STEPS, GREEDY = 16, 24
 """Decode steps over given tokens, and over those that the model itself chooses."""
@@ -32,7 +32,7 @@ def routes(given: Routes | None = None) -> Iterator[Routes]:
     """The experts chosen by every mixture while it is open; the first calls take those that are `given`, with the weights that
     their own logits give them."""
     seen, left = list[torch.Tensor](), list(given or [])
-    plain = model_layers.choose_experts
+    plain = choose_experts
 
     def watched(
         config: MoEConfig, x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None

@@ -26,6 +26,7 @@ import gc
 import json
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,8 @@ class Sizes:
     loads: tuple[Load, ...]
 
     @property
-    def decodes(self) -> list[int]:
-        return [load.batch for load in self.loads if load.batch]
+    def decodes(self) -> tuple[Load, ...]:
+        return tuple(load for load in self.loads if load.batch)
 
     @property
     def timed_pages(self) -> int:
@@ -203,7 +204,7 @@ class Stage:
             fill(runner)
         if self.crew.leads:
             return runner
-        with routes(given):
+        with nullcontext() if given is None else routes(given):  # noting routes makes the host wait
             follow(runner, self.crew)
         self.end(runner)
         return None
@@ -262,40 +263,41 @@ def shared_routes(routes: Routes | None, stage: Stage) -> Routes:
     return held[0]
 
 
-def times(runner: ModelRunner, sizes: Sizes) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Milliseconds of eager steps and of captured decode steps, and how captured logits differ from eager ones."""
-    eager = [timed(runner, load) for load in sizes.loads]
-    print(f"eager, ms: {[round(ms, 3) for ms in eager]}", flush=True)
-    decodes = [load for load in sizes.loads if load.batch]
-    before = [one_step(runner, load) for load in decodes]
-    why_not = runner.capture(max(sizes.decodes), buckets=sizes.decodes)
+def eager_times(runner: ModelRunner, sizes: Sizes) -> list[float]:
+    found = [timed(runner, load) for load in sizes.loads]
+    print(f"eager, ms: {[round(ms, 3) for ms in found]}", flush=True)
+    return found
+
+
+def graph_times(runner: ModelRunner, sizes: Sizes) -> tuple[list[float], dict[str, Any]]:
+    """Milliseconds of captured decode steps, and how their logits differ from eager ones."""
+    before = [one_step(runner, load) for load in sizes.decodes]
+    batches = [load.batch for load in sizes.decodes]
+    why_not = runner.capture(max(batches), buckets=batches)
     assert why_not is None, why_not
-    after = [one_step(runner, load) for load in decodes]
-    found = {load.name: difference(a, b) for load, a, b in zip(decodes, before, after, strict=True)}
-    graph = [timed(runner, load) for load in decodes]
+    after = [one_step(runner, load) for load in sizes.decodes]
+    found = {load.name: difference(a, b) for load, a, b in zip(sizes.decodes, before, after, strict=True)}
+    graph = [timed(runner, load) for load in sizes.decodes]
     print(f"graph, ms: {[round(ms, 3) for ms in graph]}", flush=True)
-    return eager, graph, found
+    return graph, found
 
 
 def gained(stage: Stage, record: Record, sizes: Sizes) -> None:
     config, options = sizes.timed, {"kv_layout": LAYOUT}
-    one: tuple[list[float], list[float], dict[str, Any]] | None = None
+    eager, graph = list[float](), list[float]()
     if stage.crew.leads:
         runner = ModelRunner(stage.alone(config, torch.bfloat16), num_pages=sizes.timed_pages, **options)  # type: ignore[arg-type]
         fill(runner)
-        one = times(runner, sizes)
-        record.facts["captured from eager, one"] = one[2]
-        record.write()
+        eager = eager_times(runner, sizes)
+        graph, record.facts["captured from eager, one"] = graph_times(runner, sizes)
         runner.release_steps()
         del runner
         freed(stage.device)
     shared = stage.shared(config, torch.bfloat16, sizes.timed_pages, None, **options)
-    if shared is not None and one is not None:
-        two = times(shared, sizes)
-        record.facts["captured from eager, shared"] = two[2]
-        record.timed(config, sizes.loads, "eager", one[0], two[0])
-        decodes = tuple(load for load in sizes.loads if load.batch)
-        record.timed(config, decodes, "graph", one[1], two[1])
+    if shared is not None:
+        record.timed(config, sizes.loads, "eager", eager, eager_times(shared, sizes))
+        found, record.facts["captured from eager, shared"] = graph_times(shared, sizes)
+        record.timed(config, sizes.decodes, "graph", graph, found)
         stage.end(shared)
 
 
@@ -314,7 +316,8 @@ def compile_only(what: str, sizes: Sizes, device: torch.device) -> None:
             fill(runner)
         looked_at(runner, sizes.tokens)
         if config.vocab_size == sizes.timed.vocab_size:
-            times(runner, sizes)
+            eager_times(runner, sizes)
+            graph_times(runner, sizes)
         del model, runner
         freed(device)
 

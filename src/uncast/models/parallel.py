@@ -25,10 +25,9 @@ from uncast.models.config import ModelConfig, MoEConfig
 from uncast.models.experts import MLP, ExpertStack
 from uncast.models.fused import choose_experts, silu_mul
 from uncast.models.layers import MoE
-from uncast.quant.matmul import linear
+from uncast.quant.matmul import linear, linear_wide
 from uncast.quant.packed import Weight, concat_rows
 from uncast.quant.slices import take_columns, take_rows
-
 
 _all_gather: Callable[[torch.Tensor, torch.Tensor], object] = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -108,13 +107,6 @@ class Parallel:
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0]
             self.on_failure(f"rank {self.rank} of {self.world}: exchange with the other ranks failed ({reason})")
-
-
-def linear_wide(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """x @ weight^T in float32: from the accumulator where weight is dense, else rounded to x's dtype before."""
-    if x.dtype != torch.float32 and x.device.type == "cuda" and isinstance(weight, torch.Tensor):
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return linear(x, weight).to(torch.float32)
 
 
 def check_shares(config: ModelConfig, world: int) -> None:

@@ -110,8 +110,8 @@ def _grouped_mm(x: torch.Tensor, stack: torch.Tensor, ends: torch.Tensor) -> tor
     return out
 
 
-def packed_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """x [n, columns] @ weight [rows, columns]^T, in x's dtype."""
+def packed_linear(x: torch.Tensor, weight: Packed, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [n, columns] @ weight [rows, columns]^T in `dtype` (x's if None), rounded once."""
     rows, columns = weight.shape
     x = in_planes(x, weight)
     tiles = triton.cdiv(rows, kernel.BLOCK_N) * triton.cdiv(
@@ -121,12 +121,12 @@ def packed_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
     while tiles * splits < _SPLIT_PROGRAMS and columns % (2 * splits * step) == 0:
         splits *= 2
     if splits == 1:
-        out = x.new_empty(x.shape[0], rows)
+        out = x.new_empty(x.shape[0], rows, dtype=dtype)
         launch(x, weight, out, None)
         return out
     parts = torch.empty(splits, x.shape[0], rows, dtype=torch.float32, device=x.device)
     launch(x, weight, parts, None, splits=splits)
-    return moe_rows.sum_parts(parts, 0, x.dtype)
+    return moe_rows.sum_parts(parts, 0, dtype or x.dtype)
 
 
 def launch(

@@ -41,3 +41,16 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
         return packed_linear(x, weight)
     return F.linear(x, weight.dense(x.dtype))
+
+
+def linear_wide(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """x [n, columns] @ weight [rows, columns]^T in float32: from the accumulator on a GPU, else rounded to x's dtype before."""
+    if x.dtype == torch.float32 or x.device.type != "cuda":
+        return linear(x, weight).to(torch.float32)
+    if isinstance(weight, Packed):
+        if 0 < x.shape[0] <= MAX_KERNEL_ROWS and kernel_serves(x, weight):
+            from uncast.quant.grouped import packed_linear  # needs Triton
+
+            return packed_linear(x, weight, torch.float32)
+        weight = weight.dense(x.dtype)
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
