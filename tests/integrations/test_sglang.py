@@ -102,15 +102,20 @@ def test_every_mode_matches_float64_on_what_is_stored(
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-@pytest.mark.parametrize("host", [True, False], ids=["lengths on host", "lengths on device only"])
-def test_replays_in_the_same_buffers_follow_new_lengths_and_pages(page_size: int, host: bool) -> None:
+@pytest.mark.parametrize("host", ["lengths", "none", "stale", "absent"])
+def test_replays_in_the_same_buffers_follow_new_lengths_and_pages(page_size: int, host: str) -> None:
+    """SGLang 0.5.23's runners hand out what the host knows of lengths, nothing, what it knew before, or no such field."""
     server = Server(page_size)
     backend, layer = make(server), layer_of(server)
     backend.init_cuda_graph_state(4, 4)
     kept = None
     for prefix, rows in (([1, 1, 1], [0, 0, 0]), ([7, 200, 63], [1, 2, 3]), ([320, 8, 64], [3, 5, 1])):
         fill(server, backend, layer, prefix, rows)
-        fb = batch(server, Mode.DECODE, prefix, [1, 1, 1], rows=rows, host=host)
+        fb = batch(server, Mode.DECODE, prefix, [1, 1, 1], rows=rows, host=host == "lengths")
+        if host == "stale":
+            fb.seq_lens_cpu = torch.ones(3, dtype=torch.int64)
+        elif host == "absent":
+            del fb.seq_lens_cpu
         backend.init_forward_metadata_out_graph(fb, in_capture=kept is None)
         metadata = backend.forward_metadata
         assert metadata is not None

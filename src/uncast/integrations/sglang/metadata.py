@@ -118,6 +118,7 @@ class MetadataBuilder:
         # A request's row of req_to_token may be longer than the context; reads never pass either.
         longest = min(context_len + max(1, num_draft_tokens), req_to_token.shape[1])
         self.width = -(-longest // shape.page_size)
+        self._firsts = req_to_token[:, : self.width * shape.page_size : shape.page_size]
         self._graphs: dict[tuple[int, int], StepMetadata] = {}
         self._tables: torch.Tensor | None = None
         self._lens: torch.Tensor | None = None
@@ -149,46 +150,45 @@ class MetadataBuilder:
         )
 
     def build_in_place(self, batch: Any, translator: Any = None) -> StepMetadata:
-        """A pass in `allocate`'s buffers, for capture and every replay; a batch that has no place there is built eagerly."""
+        """A pass in `allocate`'s buffers, for capture and every replay; a batch that has no place there is built eagerly.
+
+        A batch's lengths on the host are not looked at: runners leave them stale or out where no backend asks for them. Every
+        column is filled.
+        """
         lengths, bs = read_lengths(batch, self.draft_step, self.num_draft_tokens), batch.batch_size
         if self._tables is None or self._lens is None or lengths.q_len is None or not 0 < bs <= self._tables.shape[0]:
             return self.build(batch, translator)
-        tables, lens = self._tables[:bs], self._lens[:bs]
-        lens.copy_(batch.seq_lens[:bs])
-        if lengths.extra:
-            lens.add_(lengths.extra)
-        pages = self.width
-        on_host = batch.seq_lens_cpu
-        if on_host is not None and len(on_host):
-            pages = min(pages, -(-(int(on_host[:bs].max()) + lengths.extra) // self.shape.page_size))
-        self._fill(tables[:, :pages], tables, batch, translator)
         key = (bs, lengths.q_len)
-        if key not in self._graphs:
-            self._graphs[key] = StepMetadata(
-                self.shape, _uniform(bs, lengths.q_len, lens.device), tables, lens, bs * lengths.q_len, lengths.q_len,
-                self.width * self.shape.page_size,
+        step = self._graphs.get(key)
+        if step is None:
+            lens = self._lens[:bs]
+            step = self._graphs[key] = StepMetadata(
+                self.shape, _uniform(bs, lengths.q_len, lens.device), self._tables[:bs], lens, bs * lengths.q_len,
+                lengths.q_len, self.width * self.shape.page_size,
             )  # fmt: skip
-        return self._graphs[key]
+        step.kv_len.copy_(batch.seq_lens[:bs])
+        if lengths.extra:
+            step.kv_len.add_(lengths.extra)
+        self._fill(step.block_table, batch, translator)
+        return step
 
     def _table(self, batch: Any, pages: int, translator: Any) -> torch.Tensor:
         table = torch.zeros((batch.batch_size, max(1, pages)), dtype=torch.int32, device=self.req_to_token.device)
-        self._fill(table, table, batch, translator)
+        self._fill(table, batch, translator)
         return table
 
-    def _fill(self, part: torch.Tensor, whole: torch.Tensor, batch: Any, translator: Any) -> None:
-        """Page numbers into `part`, the columns in use of `whole` (a translating pool fills all of it)."""
-        rows, pages = part.shape
+    def _fill(self, table: torch.Tensor, batch: Any, translator: Any) -> None:
+        """Page numbers into all of `table`, at most `width` wide."""
+        rows, pages = table.shape
         if not rows:
             return
         if translator is not None and translator.reads_are_translated:
-            translator.copy_page_table(batch.kv_loc_plan, out=whole)
+            translator.copy_page_table(batch.kv_loc_plan, out=table)
             return
-        page = self.shape.page_size
-        firsts = self.req_to_token[:, : pages * page : page]
-        torch.div(
-            firsts.index_select(0, batch.req_pool_indices[:rows]), page, rounding_mode="floor",
-            out=part[:, : firsts.shape[1]],
-        )  # fmt: skip
+        firsts = self._firsts if pages == self.width else self._firsts[:, :pages]
+        torch.index_select(firsts, 0, batch.req_pool_indices[:rows], out=table)
+        if self.shape.page_size > 1:
+            table.div_(self.shape.page_size, rounding_mode="floor")
 
 
 def _kv_lens(batch: Any, lengths: Lengths) -> torch.Tensor:
