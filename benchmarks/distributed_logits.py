@@ -114,7 +114,7 @@ def compare(one: Looked, two: Looked, layers: int) -> dict[str, Any]:
     }
     if bool(same.any()):
         found["rows_with_equal_experts"] = difference(one.logits[same], two.logits[same])
-    pairs = zip(one.greedy, two.greedy, strict=True)
-    if one.greedy:
+    if one.greedy and two.greedy:
+        pairs = zip(one.greedy, two.greedy, strict=True)
         found["greedy_tokens_equal"] = next((i for i, (a, b) in enumerate(pairs) if a != b), GREEDY)
     return found

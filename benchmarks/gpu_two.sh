@@ -34,5 +34,5 @@ done
 [ -f "$work/failed" ] && cat "$work/failed" && tail -n 3 "$work"/compile-*.log | cut -c1-300
 echo "status $status after $SECONDS s"
 grep -E "^(whole|times)|Error|uncast:" "$out/two.log" | cut -c1-300 | tail -12
-[ -f "$out/distributed-h200.csv" ] && cut -d, -f3- "$out/distributed-h200.csv" | sed 's/NVIDIA.*//; s/uncast=.*//' | cut -c1-150
+[ -f "$out/distributed-h200.csv" ] && cut -d, -f2- "$out/distributed-h200.csv" | sed 's/NVIDIA.*//; s/uncast=.*//' | cut -c1-150
 exit $status

@@ -141,7 +141,7 @@ class Record:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, config: ModelConfig, what: str, run: str, **values: Any) -> None:
-        model = f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads"
+        model = f"{config.num_layers} layers of width {config.hidden_size} with {config.num_heads} heads"
         named = {"model": model, "what": what, "run": run, "processes": self.world}
         self.rows.append({**named, **values, "device": device_name(), "versions": versions()})
 
@@ -153,9 +153,9 @@ class Record:
         self.facts[what] = found
         counts = {name: found[name] for name in ("rows", "rows_with_other_experts")}
         for part in ("all_rows", "rows_with_equal_experts", "one_from_float32", "shared_from_float32"):
-            if part in found:
+            if part in found and (part != "rows_with_equal_experts" or found["rows_with_other_experts"]):
                 values = {name: f"{number:.3g}" for name, number in found[part].items() if name in COLUMNS}
-                self.add(config, f"logits, {what}", part.replace("_", " "), **counts, **values)
+                self.add(config, f"logits: {what}", part.replace("_", " "), **counts, **values)
         print(f"logits {what}: {json.dumps(found)}", flush=True)
         self.write()
 
@@ -223,33 +223,32 @@ def freed(device: torch.device) -> None:
 def compared(stage: Stage, record: Record, sizes: Sizes) -> None:
     """In float32, then in BF16."""
     config, pages, leads = sizes.compared, -(-(sizes.tokens + 64) // PAGE), stage.crew.leads
-    float32 = {"kv_layout": "fp32", "attention_backend": FLOAT32}
-    truth = list[Looked]()
-    if leads:
-        runner = ModelRunner(stage.alone(config, torch.float32), num_pages=pages, **float32)  # type: ignore[arg-type]
-        truth.append(looked_at(runner, sizes.tokens))
-        del runner
-        freed(stage.device)
-    shared = stage.shared(config, torch.float32, pages, None, **float32)
-    if shared is not None:
-        record.compared(config, "float32 weights, fp32 cache", truth[0], looked_at(shared, sizes.tokens))
-        stage.end(shared)
-    del shared
-    freed(stage.device)
-    stage.wait_for_kernels()
-    given = shared_routes(truth[0].routes if leads else None, stage)
-    for layout in ("bf16", LAYOUT):
-        what, alone = f"bfloat16 weights, {layout} cache", list[Looked]()
+    truth: Looked | None = None
+    given: Routes | None = None
+    for dtype, layout, backend in (
+        (torch.float32, "fp32", FLOAT32), (torch.bfloat16, "bf16", "auto"), (torch.bfloat16, LAYOUT, "auto")
+    ):  # fmt: skip
+        what, alone = f"{str(dtype).removeprefix('torch.')} weights over {layout}", list[Looked]()
+        if dtype != torch.float32:
+            stage.wait_for_kernels()
         if leads:
-            runner = ModelRunner(stage.alone(config, torch.bfloat16), num_pages=pages, kv_layout=layout)
-            alone += [looked_at(runner, sizes.tokens, given), looked_at(runner, sizes.tokens)]
+            runner = ModelRunner(
+                stage.alone(config, dtype), num_pages=pages, kv_layout=layout, attention_backend=backend
+            )
+            forced = truth and looked_at(runner, sizes.tokens, given)
+            free = looked_at(runner, sizes.tokens)
+            truth = truth or free
+            alone += [forced or free, free]
             del runner
             freed(stage.device)
-        shared = stage.shared(config, torch.bfloat16, pages, given, kv_layout=layout)
+        given = given or shared_routes(truth.routes if truth else None, stage)
+        shared = stage.shared(config, dtype, pages, given, kv_layout=layout, attention_backend=backend)
         if shared is not None:
             forced = looked_at(shared, sizes.tokens, given)
-            record.compared(config, f"{what}, experts of float32", alone[0], forced, truth[0])
             record.compared(config, what, alone[1], looked_at(shared, sizes.tokens))
+            record.compared(
+                config, f"{what} with experts of float32", alone[0], forced, None if truth is alone[0] else truth
+            )
             stage.end(shared)
         del shared
         freed(stage.device)
@@ -340,6 +339,7 @@ def main() -> None:
     assert crew is not None, "start it with torchrun"
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
     stage, record = Stage(crew, device, args.after), Record(args.out, crew.parallel.world)
     crew.close()
     compared(stage, record, sizes)
