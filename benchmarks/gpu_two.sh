@@ -18,7 +18,7 @@ for what in whole:fp8_ds_mla part:fp8_ds_mla whole:bf16 part:bf16; do
     > "$work/compile-$what.log" 2>&1 &
   compilers="$compilers $!"
 done
-timeout -k 5 "${TWO_S:-170}" "${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc-per-node 2 \
+timeout -k 5 "${TWO_S:-100}" "${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc-per-node 2 \
   benchmarks/record_distributed.py --out "$work" --after "$work/compiled" ${TRY:+--tiny} > "$out/two.log" 2>&1 &
 record=$!
 for one in $compilers; do
