@@ -10,6 +10,7 @@ import torch
 from tests.fake_cuda import FakeGpu, HostSync, fake_cuda
 from tests.models.fake_gpu import config_of, meta_model
 from uncast.engine.batch import Batch
+from uncast.engine.drafted_step import DraftedRequest
 from uncast.engine.runner import ModelRunner, RunnerError, Sequence
 from uncast.engine.sampler import Draw
 from uncast.engine.static_step import Staged
@@ -112,6 +113,24 @@ def test_a_ranks_part_is_captured(
     assert runner.decode_steps is None and steps is not None
     with pytest.raises(KeyError):
         steps.decode.replay(Staged([[0] * steps.decode.max_requests] * 5, [], [], 1, 0))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_launch_with_drafts_makes_nobody_wait(gpu: FakeGpu, deterministic: bool) -> None:
+    """Two replays, of the model's layers and of a pass of the MTP layer for each draft; one copy to the device and one back,
+    and where the step begins comes from the step before."""
+    runner = make_runner(gpu, "glm_flash", drafts=True, deterministic=deterministic)
+    assert runner.capture(4, drafts=[3]) is None
+    sequences = cached(runner, 3)
+    runner.launch_drafted(3, [DraftedRequest(s.pages, [5, 6, 7, 8], s.cached, 3) for s in sequences])
+    gpu.launches.clear()
+    draws = [(row, Draw(1.0, 5, 0.9, 0.0, 0.5)) for row in range(4)]
+    runner.launch_drafted(3, [DraftedRequest(s.pages, [], 0, 3, row) for row, s in enumerate(sequences)])
+    assert gpu.names().count("rope_write_kernel") == runner.model.config.num_layers + 3
+    assert sum(launch.kind == "copy" for launch in gpu.launches) == 2
+    gpu.launches.clear()
+    runner.launch_drafted(3, [DraftedRequest(s.pages, [5, 6, 7, 8], s.cached, 3) for s in sequences], draws)
+    assert sum(launch.kind == "copy" for launch in gpu.launches) == 3  # the random numbers, too
 
 
 def test_experts_that_the_host_calls_are_refused(gpu: FakeGpu) -> None:

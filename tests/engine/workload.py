@@ -12,9 +12,10 @@ import torch
 
 from uncast.engine.active import ActiveRequest
 from uncast.engine.core import Engine, EngineConfig
-from uncast.engine.lookahead import Flight
+from uncast.engine.drafted_step import Report
+from uncast.engine.lookahead import DraftedFlight, Flight
 from uncast.engine.request import Request, RequestOutput
-from uncast.engine.runner import ModelRunner
+from uncast.engine.runner import ModelRunner, StepBytes
 from uncast.engine.sampler import SamplingParams
 from uncast.engine.static_step import BUCKETS, Chosen
 from uncast.engine.tokenizer import Tokenizer
@@ -39,6 +40,17 @@ class RecordingEngine(Engine):
                 self.logits[active.request.request_id].append(row.cpu())
         return super()._take_flight(flight)
 
+    def _take_drafted(self, flight: DraftedFlight) -> tuple[list[RequestOutput], StepBytes]:
+        rows, before = self.flown.pop(id(flight.report)), dict(enumerate(active.generated for active in flight.actives))
+        alive = [self._is_alive(active) for active in flight.actives]
+        found = super()._take_drafted(flight)
+        for row, active in enumerate(flight.actives):
+            taken = sum(output.request_id == active.request.request_id for output in found[0]) if alive[row] else 0
+            assert active.generated - before[row] <= taken
+            first = row * (1 + flight.drafts)
+            self.logits[active.request.request_id] += list(rows[first : first + taken])
+        return found
+
     def keep_logits_of_flights(self) -> None:
         """From now on; the step after overwrites them."""
         self.flown: dict[int, torch.Tensor] = {}
@@ -50,7 +62,17 @@ class RecordingEngine(Engine):
             self.flown[id(chosen)] = self.runner.decode_steps.decode.logits[: len(args[0])].clone()
             return chosen
 
+        launch_drafted = self.runner.launch_drafted
+
+        def launch_drafted_and_keep(drafts: int, requests: Any, *args: Any) -> Report:
+            report = launch_drafted(drafts, requests, *args)
+            assert self.runner.decode_steps is not None
+            logits = self.runner.decode_steps.verify[drafts].logits
+            self.flown[id(report)] = logits[: len(requests) * (1 + drafts)].clone()
+            return report
+
         self.runner.launch = launch_and_keep  # type: ignore[method-assign]
+        self.runner.launch_drafted = launch_drafted_and_keep  # type: ignore[method-assign]
 
 
 def make_engine(

@@ -9,7 +9,7 @@ import torch
 from uncast.engine.prefix_cache import PrefixNode
 from uncast.engine.request import Request, RequestOutput, TokenLogprob
 from uncast.engine.runner import Sequence
-from uncast.engine.sampler import Penalties, sample
+from uncast.engine.sampler import Draw, Penalties, sample
 from uncast.engine.stop import StopMatcher
 from uncast.engine.swap import HostPages
 from uncast.engine.tokenizer import Tokenizer
@@ -60,7 +60,12 @@ class ActiveRequest:
     def can_draft(self) -> bool:
         """Whether the MTP layer has all rows of this request and its first guess."""
         mtp = self.sequence.mtp
-        return mtp is not None and mtp.token is not None and mtp.cached == self.sequence.cached
+        return mtp is not None and bool(mtp.drafts) and mtp.cached == self.sequence.cached
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the model has rows of this request that the MTP layer is still to get."""
+        return self.sequence.mtp is not None and bool(self.sequence.mtp.behind)
 
     @property
     def takes_best(self) -> bool:
@@ -71,6 +76,18 @@ class ActiveRequest:
     def chosen_on_device(self) -> bool:
         """Whether nothing but logits, the sampler's parameters and random numbers decide on the next token."""
         return self.request.params.logprobs is None and not self.penalties.active and self.grammar is None
+
+    def peek(self, count: int) -> list[Draw]:
+        """How the next so many rows sample; their random numbers stay to be drawn."""
+        state = self.generator.get_state()
+        draws = [Draw.of(self.request.params, self.generator) for _ in range(count)]
+        self.generator.set_state(state)
+        return draws
+
+    def draw(self) -> None:
+        """Draws the random number of a token that was sampled with what `peek` said."""
+        if self.request.params.temperature > 0.0:
+            torch.rand((), generator=self.generator, dtype=torch.float64)
 
     def choose(self, logits: torch.Tensor) -> tuple[int, TokenLogprob | None]:
         """The next token from the model's logits float32 [vocab] on the host, and its log-probability if asked for.

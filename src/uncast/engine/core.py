@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from uncast.engine.active import ActiveRequest
-from uncast.engine.drafter import Drafter
+from uncast.engine.drafted_step import Verified
+from uncast.engine.drafting import Drafting
 from uncast.engine.grammar import GrammarError
-from uncast.engine.lookahead import Flight, Lookahead
+from uncast.engine.lookahead import DraftedFlight, Flight, Lookahead
 from uncast.engine.prefix_cache import PrefixCache
 from uncast.engine.request import NOT_FINITE, Request, RequestError, RequestOutput, TokenLogprob
 from uncast.engine.runner import ModelRunner, StepBytes
 from uncast.engine.scheduler import Scheduler
-from uncast.engine.speculation import Speculation
 from uncast.engine.stats import EngineStats
 from uncast.engine.tokenizer import Tokenizer
 
@@ -66,8 +66,6 @@ class Engine:
         self.config = EngineConfig() if config is None else config
         self.runner, self.tokenizer = runner, tokenizer
         self.prefix_cache = PrefixCache(runner.pool, lookahead=runner.drafts) if self.config.prefix_cache else None
-        self.speculation = Speculation(self.config.speculate) if runner.drafts else None
-        self._drafter = Drafter(runner)
         self.scheduler = Scheduler(
             runner.pool,
             max_running=self.config.max_running,
@@ -75,6 +73,8 @@ class Engine:
             prefix_cache=self.prefix_cache,
         )
         self.ahead = Lookahead(runner, self.scheduler)
+        self._drafting = Drafting(runner, self.scheduler, self.config.speculate)
+        self.speculation = self._drafting.speculation
         self.last_step_bytes: StepBytes | None = None
         self._active: dict[str, ActiveRequest] = {}
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -138,49 +138,80 @@ class Engine:
         began = time.perf_counter()
         flight, self.ahead.current = self.ahead.current, None
         if flight is None:
-            if self.speculation is not None:
-                self.scheduler.keeps_up = self.speculation.keeps_up
+            self._drafting.begin()
             chunks = self.scheduler.schedule()
             self._prompt_tokens += sum(count for active, count in chunks if active.prefilling)
-            flight = self.ahead.launch(chunks) if self.speculation is None else None
+            wanted = self._drafting.wanted([active for active, _ in chunks if not active.prefilling])
+            flight = self._drafting.launch(self.ahead, chunks, wanted)
             if flight is None:
-                return self._step_at_once(chunks, began)
-        self.ahead.launch_after(flight, self._is_alive)
-        outputs = self._take_flight(flight)
-        self._count(flight.bytes, time.perf_counter() - began)
+                return self._step_at_once(chunks, wanted, began)
+        drafts, decoding = flight.drafts, len(flight.actives)
+        if self._drafting.wanted(flight.actives) == drafts:
+            self.ahead.launch_after(flight, self._is_alive)
+        if isinstance(flight, DraftedFlight):
+            outputs, size, drafting = *self._take_drafted(flight), sum(most > 0 for most in flight.most)
+        else:
+            outputs, size, drafting = self._take_flight(flight), flight.bytes, 0
+        seconds = time.perf_counter() - began
+        self._count(size, seconds)
+        self._drafting.observe(decoding, drafting, drafts, seconds)
         return outputs
 
-    def _step_at_once(self, chunks: list[tuple[ActiveRequest, int]], began: float) -> list[RequestOutput]:
+    def _step_at_once(self, chunks: list[tuple[ActiveRequest, int]], wanted: int, began: float) -> list[RequestOutput]:
         """Runs a scheduled step and chooses from its logits."""
         decoding = sum(not active.prefilling for active, _ in chunks)
-        wanted = 0 if self.speculation is None else self.speculation.count(decoding)
-        drafting = self._draft(chunks, wanted)
+        drafting = self._drafting.draft(chunks, wanted)
         logits = self.runner.step([(active.sequence, count + len(active.sequence.drafts)) for active, count in chunks])
         if self.speculation is None:  # with drafts only what was accepted is kept, and with the token after it
             for active, _ in chunks:
                 self.scheduler.keep_full_pages(active)
         outputs = self._choose([active for active, _ in chunks], logits)
         chosen = time.perf_counter()
-        self._keep_up(chunks)
+        self._drafting.keep_up(chunks)
         self._finish_all(outputs)
         self._count(self.runner.last_step_bytes(), time.perf_counter() - began)
-        if self.speculation is not None and decoding:
-            seconds = (time.perf_counter() if wanted else chosen) - began
-            self.speculation.rest()
-            if decoding == len(chunks) and drafting in (decoding, 0) and (drafting > 0) == (wanted > 0):
-                self.speculation.observe(decoding, wanted, seconds)
+        seconds = (time.perf_counter() if wanted else chosen) - began
+        self._drafting.observe(decoding, drafting, wanted, seconds, only_decodes=decoding == len(chunks))
         return outputs
 
     def _take_flight(self, flight: Flight) -> list[RequestOutput]:
         """Waits for a step under way and takes its tokens; those of requests that are over are nobody's."""
         tokens, finite = flight.chosen.read()
         outputs = []
-        for active, token, is_finite in zip(flight.actives, tokens, finite, strict=True):
+        for row, (active, token, is_finite) in enumerate(zip(flight.actives, tokens, finite, strict=True)):
             if self._is_alive(active):
+                self._drafting.fall_behind(active, flight.hidden, row)
                 self.scheduler.keep_full_pages(active)
                 outputs.append(self._accept(active, token) if is_finite else active.failed(NOT_FINITE))
         self.ahead.land(flight)
         self._finish_all(outputs)
+        return outputs
+
+    def _take_drafted(self, flight: DraftedFlight) -> tuple[list[RequestOutput], StepBytes]:
+        """The same of a step that verified drafts, and its cache bytes; requests that are over count where they were."""
+        found = flight.report.read()
+        starts, outputs = [active.sequence.cached for active in flight.actives], list[RequestOutput]()
+        for row, (active, verified) in enumerate(zip(flight.actives, found, strict=True)):
+            if self._is_alive(active):
+                left = min(active.request.max_tokens - active.generated, flight.room[row] - starts[row]) - 1
+                outputs += self._take_verified(active, verified, min(flight.most[row], left))
+        self.ahead.land(flight)
+        self._finish_all(outputs)
+        return outputs, self.runner.drafted_bytes(flight.drafts, starts, [of.accepted for of in found], flight.before)
+
+    def _take_verified(self, active: ActiveRequest, verified: Verified, drafted: int) -> list[RequestOutput]:
+        """Tokens of a request whose drafts were verified, so many of which count; the next drafts are the request's then."""
+        outputs, sequence, taken = list[RequestOutput](), active.sequence, 0
+        for taken, token in enumerate(verified.tokens[: 1 + verified.accepted]):
+            active.draw()
+            finite = verified.finite[taken]
+            outputs.append(self._accept(active, token) if finite else active.failed(NOT_FINITE))
+            sequence.cached += 1
+            if outputs[-1].finished:
+                break
+        self._drafting.verified(drafted, taken)
+        self._drafting.keep_drafts(active, verified.drafts)
+        self.scheduler.keep_full_pages(active)
         return outputs
 
     def _is_alive(self, active: ActiveRequest) -> bool:
@@ -229,12 +260,6 @@ class Engine:
             nan_total=nan,
         )
 
-    def _draft(self, chunks: list[tuple[ActiveRequest, int]], count: int) -> int:
-        """Drafts up to `count` tokens for each decoding request that can; how many requests did."""
-        wanted = self.scheduler.reserve_drafts(chunks, count)
-        self._drafter.draft([(active.sequence, drafts) for active, drafts in wanted])
-        return len(wanted)
-
     def _choose(self, actives: list[ActiveRequest], logits: torch.Tensor) -> list[RequestOutput]:
         """Samples from a step's logits [rows, vocab], each request by its own parameters and random numbers.
 
@@ -260,7 +285,7 @@ class Engine:
                     if outputs[-1].finished or draft == len(drafts) or sequence.tokens[-1] != drafts[draft]:
                         break
                     sequence.cached += 1
-                self._count_drafts(len(drafts), index - first)
+                self._drafting.verified(len(drafts), index - first)
             first += 1 + len(drafts)
         return outputs
 
@@ -282,28 +307,6 @@ class Engine:
         output = active.accept(token, logprob)
         self._completion_tokens += len(output.token_ids)
         return output
-
-    def _count_drafts(self, drafted: int, accepted: int) -> None:
-        if self.speculation is not None and drafted:
-            self.speculation.verified(drafted, accepted)
-
-    def _keep_up(self, chunks: list[tuple[ActiveRequest, int]]) -> None:
-        """Rows of the MTP layer for what the step ran and the choice kept; then pages that are full by now can be shared."""
-        if self.speculation is None:
-            return
-        new = []
-        for (active, _), hidden in zip(chunks, self.runner.hidden, strict=True):
-            sequence, mtp = active.sequence, active.sequence.mtp
-            known = min(sequence.cached, len(sequence.tokens) - 1)  # an end token is not among a sequence's tokens
-            if mtp is None:
-                continue
-            if not self.speculation.keeps_up:
-                sequence.mtp = None
-            elif known > mtp.cached:
-                new.append((sequence, hidden[: known - mtp.cached]))
-        self._drafter.keep_up(new)
-        for active, _ in chunks:
-            self.scheduler.keep_full_pages(active)
 
     def _finish_all(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from uncast.attention import MLAPagedAttention, ProblemSpec, Refused
+from uncast.engine.drafted_step import DraftedRequest, DraftedStep
 from uncast.engine.sequence import Sequence
 from uncast.engine.static_draft import StaticDraft
 from uncast.engine.static_step import BUCKETS, StaticStep, StepParts, StepRequest
@@ -40,8 +41,9 @@ class DecodeSteps:
 
     Attributes:
         decode: one token of each request.
-        verify: by number of drafts; in deterministic mode all are `decode`'s, whose every row is a request.
-        draft: passes of the MTP layer after the first draft, of which two or more drafts have some.
+        verify: by number of drafts, the same for every request. In deterministic mode `decode`, whose every row is a request,
+            serves other steps with drafts.
+        draft: passes of the MTP layer after the first draft of a request that comes from a step that is not static.
     """
 
     def __init__(
@@ -49,42 +51,45 @@ class DecodeSteps:
     ) -> None:
         self._deterministic = parts.deterministic
         self.draft = StaticDraft(parts, max_requests, buckets) if max(drafts, default=0) > 1 else None
+        self.verify = {
+            count: DraftedStep(parts, max_requests, count, buckets) for count in sorted(set(drafts)) if count
+        }
         if parts.deterministic:
             max_requests *= 1 + max(drafts, default=0)
-        self.decode = StaticStep(parts, max_requests, 1, buckets)
-        self.verify = {count: StaticStep(parts, max_requests, 1 + count, buckets) for count in sorted(set(drafts))
-                       if count and not parts.deterministic}  # fmt: skip
-        for step in (self.decode, *self.verify.values()):
+        self.decode = StaticStep(parts, max_requests, buckets)
+        for step in self._all():
             step.prepare(graphs)
-        if self.draft is not None:
-            self.draft.prepare(graphs)
 
     def release(self) -> None:
         """Gives the graphs up; no step may follow."""
-        for step in (self.decode, *self.verify.values()):
+        for step in self._all():
             step.release()
-        if self.draft is not None:
-            self.draft.release()
+
+    def _all(self) -> list[StaticStep | DraftedStep | StaticDraft]:
+        return [self.decode, *self.verify.values(), *([] if self.draft is None else [self.draft])]
 
     def find(self, chunks: Seq[tuple[Sequence, int]]) -> tuple[StaticStep, list[StepRequest]] | None:
         """The static step that these chunks fit, and its requests; None if they have to be run eagerly. Logits of all its
         rows are wanted."""
         if any(count != 1 + len(sequence.drafts) for sequence, count in chunks):
             return None
-        if self._deterministic:
-            step, q_lens = self.decode, [1] * sum(count for _, count in chunks)
-        elif len({count for _, count in chunks}) == 1:
-            drafts = chunks[0][1] - 1
-            found = self.verify.get(drafts) if drafts else self.decode
-            if found is None:
-                return None
-            step, q_lens = found, [found.q_len] * len(chunks)
-        else:
+        step, rows = self.decode, sum(count for _, count in chunks)
+        if not self._deterministic and rows != len(chunks):
             return None
-        if len(q_lens) > step.max_requests or any(s.cached + count > step.longest for s, count in chunks):
+        if rows > step.max_requests or any(s.cached + count > step.longest for s, count in chunks):
             return None
         return step, [
-            StepRequest(sequence.pages, last, [sequence.token(place) for place in range(last - step.q_len, last)])
+            StepRequest(sequence.pages, last, sequence.token(last - 1))
             for sequence, count in chunks
-            for last in range(sequence.cached + step.q_len, sequence.cached + count + 1, step.q_len)
+            for last in range(sequence.cached + 1, sequence.cached + count + 1)
         ]
+
+    def find_drafted(self, chunks: Seq[tuple[Sequence, int]]) -> tuple[DraftedStep, list[DraftedRequest]] | None:
+        """The same of steps that verify drafts."""
+        drafts = len(chunks[0][0].drafts) if chunks else 0
+        step = self.verify.get(drafts)
+        if step is None or any(len(sequence.drafts) != drafts or count != 1 + drafts for sequence, count in chunks):
+            return None
+        if len(chunks) > step.max_requests or any(s.cached + count > step.longest for s, count in chunks):
+            return None
+        return step, [DraftedRequest(s.pages, [s.tokens[s.cached], *s.drafts], s.cached, drafts) for s, _ in chunks]

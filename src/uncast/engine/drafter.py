@@ -31,15 +31,19 @@ class Drafter:
         self.runner = runner
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> None:
-        """Sets each sequence's `drafts` to as many guesses as wanted; pages for their rows must be there.
+        """Sets each sequence's `drafts` to as many guesses as wanted, or to those that the last step left (see `drafted_step`)
+        if these are fewer; pages for their rows must be there.
 
         Every sequence decodes and was kept up to its last token but one.
         """
-        self.runner.begin_drafts()
-        for sequence, _ in wanted:
-            assert sequence.mtp is not None and sequence.mtp.token is not None
-            sequence.drafts = [sequence.mtp.token]
-        chained = [(sequence, count) for sequence, count in wanted if count > 1]
+        for sequence, count in wanted:
+            assert sequence.mtp is not None and sequence.mtp.drafts
+            sequence.drafts = sequence.mtp.drafts[:count]
+        chained = [
+            (sequence, count)
+            for sequence, count in wanted
+            if len(sequence.drafts) < count and sequence.mtp is not None and sequence.mtp.hidden is not None
+        ]
         size = ROW_TILE if self.runner.deterministic else max(1, len(chained))
         for first in range(0, len(chained), size):
             self._chain(chained[first : first + size])
@@ -68,29 +72,30 @@ class Drafter:
         for (sequence, count), tokens in zip(wanted, guesses, strict=False):
             sequence.drafts += tokens[: count - 1]
 
-    def keep_up(self, new: Seq[tuple[Sequence, torch.Tensor]]) -> None:
-        """Writes the MTP layer's rows of what the last step has run and, of sequences that decode, takes their first draft.
+    def keep_up(self, sequences: Seq[Sequence]) -> None:
+        """Writes the rows that the MTP layer is behind and, of sequences that decode, takes their first draft.
 
         Args:
-            new: sequences whose next token is known at every new row, and the hidden states [rows, hidden_size] of these.
+            sequences: those that are behind; the token after each of these rows is known.
         """
-        if not new:
+        if not sequences:
             return
-        rows, decoding = list[Rows](), list[MTPState]()
-        for sequence, hidden in new:
+        rows, decoding, states = list[Rows](), list[MTPState](), list[torch.Tensor]()
+        for sequence in sequences:
             state = sequence.mtp
             assert state is not None
-            start, end = state.cached, state.cached + hidden.shape[0]
+            start, end = state.cached, state.cached + sum(hidden.shape[0] for hidden in state.behind)
             decodes = end == len(sequence.tokens) - 1
             rows.append(Rows(sequence, start, end, end - 1 if decodes else end))
-            state.cached, state.token, state.hidden = end, None, None
+            states += state.behind
+            state.cached, state.drafts, state.hidden, state.behind = end, [], None, []
             if decodes:
                 decoding.append(state)
             self.runner.count_draft_rows(end)
-        states = torch.cat([hidden for _, hidden in new])
+        hidden_states = torch.cat(states)
         logits, outputs, first = [], [], 0
         for batch in self.runner.batches(rows, shift=1):
-            part = states[first : first + len(batch.ids)]
+            part = hidden_states[first : first + len(batch.ids)]
             first += part.shape[0]
             found, output = self.runner.draft_forward(batch, F.pad(part, (0, 0, 0, len(batch.ids) - part.shape[0])))
             logits.append(found)
@@ -98,4 +103,4 @@ class Drafter:
         if decoding:
             guesses = torch.cat(logits).argmax(-1).tolist()
             for state, token, output in zip(decoding, guesses, torch.cat(outputs), strict=True):
-                state.token, state.hidden = token, output
+                state.drafts, state.hidden = [token], output

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.batch import Batch
 from uncast.engine.decode_steps import DecodeSteps, graph_refusal
+from uncast.engine.drafted_step import DraftedRequest, DraftedStep, Report, Verified
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
 from uncast.engine.planning import Planning
@@ -18,7 +19,7 @@ from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool, r
 from uncast.engine.sampler import Draw
 from uncast.engine.sequence import MTPState, Rows, Sequence, tiles, whole
 from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, Staged, StaticStep, StepParts, StepRequest
-from uncast.engine.step_bytes import StepBytes, counted_at, lengths_of_passes, step_bytes
+from uncast.engine.step_bytes import DraftPasses, StepBytes, counted_at, lengths_of_passes, step_bytes
 from uncast.latent.codec import new_counters
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
@@ -82,10 +83,10 @@ class ModelRunner:
         longest = min(num_pages * page_size, config.max_position_embeddings)
         self._max_topk = config.indexer.topk if config.indexer is not None and config.indexer.topk < longest else 0
         self._plans: list[AttentionPlan] = []
-        self._draft_plans: list[AttentionPlan] = []
-        self._draft_rows = 0
+        self._draft_passes = DraftPasses()
         self._chunks: list[tuple[int, int]] = []
         self.decode_steps: DecodeSteps | None = None
+        self._verified: tuple[DraftedStep, list[int]] | None = None
         self._tell: Callable[[Staged], None] | None = None
         self.attention_backend = self._warm_up()
 
@@ -169,12 +170,55 @@ class ModelRunner:
         """
         assert self.decode_steps is not None
         requests = [
-            StepRequest(s.pages, s.cached + 1, [s.tokens[s.cached] if source == KNOWN else 0], source)
+            StepRequest(s.pages, s.cached + 1, s.tokens[s.cached] if source == KNOWN else 0, source)
             for s, source in zip(sequences, sources, strict=True)
         ]
         step = self.decode_steps.decode
         rows = self._run_static(step, requests, [(sequence, 1) for sequence in sequences], draws)
         return step.chosen(rows)
+
+    def launch_drafted(self, drafts: int, requests: Seq[DraftedRequest], draws: Seq[tuple[int, Draw]] = ()) -> Report:
+        """Starts a step that verifies so many drafts of each request and makes the next ones; nothing waits for the device.
+
+        Args:
+            draws: (row, how it samples); other rows take their likeliest token.
+        """
+        assert self.decode_steps is not None
+        step = self.decode_steps.verify[drafts]
+        with record_function(step_label([(request.start + step.q_len, step.q_len) for request in requests])):
+            step.verify(requests, draws)
+            return step.draft(len(requests))
+
+    def drafted_bytes(
+        self, drafts: int, starts: Seq[int], accepted: Seq[int], before: DraftPasses | None = None
+    ) -> StepBytes:
+        """Cache bytes of a step from `launch_drafted` whose requests began at these rows, with so many drafts accepted;
+        `before` are further passes of the MTP layer that count."""
+        assert self.decode_steps is not None
+        step = self.decode_steps.verify[drafts]
+        verify, passes = step.counted(starts, accepted)
+        if before is not None:
+            passes.add(before)
+        chunks = [(start + step.q_len, step.q_len) for start in starts]
+        return step_bytes(self.model.config, self.pool, [verify], chunks, passes)
+
+    @property
+    def verified(self) -> int:
+        """Sequences of the last `step` if it verified drafts in static buffers, so that `draft_verified` can follow; else 0."""
+        return 0 if self._verified is None else len(self._verified[1])
+
+    def draft_verified(self, chosen: Seq[Seq[int]]) -> list[Verified]:
+        """Makes the next drafts after a step that verified some, and writes its rows of the MTP layer; waits for them.
+
+        Args:
+            chosen: of each sequence the token chosen at each of its rows; beyond the last one kept they mean nothing, but none
+                may be the draft at its place where the one before was.
+        """
+        assert self._verified is not None
+        (step, starts), self._verified = self._verified, None
+        found = step.draft(len(starts), chosen).read()
+        self._draft_passes.add(step.counted(starts, [of.accepted for of in found])[1])
+        return found
 
     def step(self, chunks: Seq[tuple[Sequence, int]], *, every_token: bool = False) -> torch.Tensor:
         """Runs the next `count` uncached tokens of each sequence, its drafts included; pages must be there.
@@ -184,7 +228,11 @@ class ModelRunner:
             draft; with `every_token`, after each token of all chunks in order. After `capture` they, and `hidden`, may be in
             buffers that the next step overwrites.
         """
-        found = None if self.decode_steps is None or every_token else self.decode_steps.find(chunks)
+        self._verified, static = None, None if every_token else self.decode_steps
+        drafted = None if static is None else static.find_drafted(chunks)
+        if drafted is not None:
+            return self._verify(*drafted, [sequence for sequence, _ in chunks])
+        found = None if static is None else static.find(chunks)
         if found is not None:
             count = self._run_static(found[0], found[1], chunks)
             if found[0].hidden is not None:
@@ -205,6 +253,19 @@ class ModelRunner:
             hidden = torch.cat([result[1] for result in results])[: sum(count for _, count in chunks)]
             self.hidden = list(torch.split(hidden, [count for _, count in chunks]))
         return results[0][0] if len(results) == 1 else torch.cat([result[0] for result in results])
+
+    def _verify(self, step: DraftedStep, requests: Seq[DraftedRequest], sequences: Seq[Sequence]) -> torch.Tensor:
+        """Runs a step that verifies drafts, up to its logits."""
+        rows, starts = len(requests) * step.q_len, [request.start for request in requests]
+        with record_function(step_label([(start + step.q_len, step.q_len) for start in starts])):
+            step.verify(requests)
+        for sequence in sequences:
+            sequence.cached += step.q_len
+        self._verified = step, starts
+        self._plans = [step.counted(starts)[0]]
+        self._chunks = [(sequence.cached, step.q_len) for sequence in sequences]
+        self.hidden = list(torch.split(step.hidden[:rows], step.q_len))
+        return step.logits[:rows]
 
     def _run_static(
         self,
@@ -244,7 +305,7 @@ class ModelRunner:
         """
         if not self._plans:
             raise RunnerError("no step was run yet")
-        return step_bytes(self.model.config, self.pool, self._plans, self._chunks, self._draft_plans, self._draft_rows)
+        return step_bytes(self.model.config, self.pool, self._plans, self._chunks, self._draft_passes)
 
     def _topk(self, batch: Batch) -> int:
         """0 where no request has more tokens than it may select: dense attention is the same then, and faster. In deterministic
@@ -260,16 +321,21 @@ class ModelRunner:
 
     def begin_drafts(self) -> None:
         """Begins a step of which passes of the MTP layer are a part; its bytes are counted from here on."""
-        self._draft_plans, self._draft_rows = [], 0
+        self._draft_passes = DraftPasses()
+
+    def take_draft_passes(self) -> DraftPasses:
+        """The passes of the MTP layer since then, for another count than that of the next step."""
+        found, self._draft_passes = self._draft_passes, DraftPasses()
+        return found
 
     def count_draft_rows(self, rows: int) -> None:
         """Counts rows that a pass of the MTP layer needs, each sequence's once."""
-        self._draft_rows += rows
+        self._draft_passes.rows += rows
 
     def draft_forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the MTP layer over rows of `batches(..., shift=1)` with the hidden states [rows, hidden_size] of their
         positions: logits of the wanted rows, and its outputs for every row."""
-        self._draft_plans.append(self._plan(batch, self.pool))
+        self._draft_passes.plans.append(self._plan(batch, self.pool))
         logits, output = self._decoder.draft(self._inputs(batch, self.pool), hidden, every=True)
         return self._wanted(batch, logits), output
 
@@ -287,11 +353,13 @@ class ModelRunner:
         static = None if self.decode_steps is None else self.decode_steps.draft
         size = None if static is None else static.size_for(len(batch.ids))
         if static is not None and size is not None:
-            self._draft_plans += [static.counted(size, kv_lens) for kv_lens in lengths_of_passes(batch.kv_lens, slots)]
+            self._draft_passes.plans += [
+                static.counted(size, kv_lens) for kv_lens in lengths_of_passes(batch.kv_lens, slots)
+            ]
             return static.run(size, batch, hidden, slots).cpu()
         lengths = torch.tensor(batch.kv_lens, dtype=torch.int32, device=self.model.device)
         plan = self._plan(batch, self.pool, lengths)
-        self._draft_plans += [
+        self._draft_passes.plans += [
             counted_at(plan, batch.ends, kv_lens) for kv_lens in lengths_of_passes(batch.kv_lens, slots)
         ]
         inputs, found = self._inputs(batch, self.pool), list[torch.Tensor]()

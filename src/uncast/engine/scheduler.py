@@ -107,22 +107,29 @@ class Scheduler:
                 sequence.pages[index] = self.cache.exchange(active.node, page)
             active.shared = index + 1
 
-    def reserve_next(self, actives: list[ActiveRequest]) -> bool:
+    def reserve_next(self, actives: list[ActiveRequest], drafted: int = 0) -> bool:
         """Pages for one more row of each of these running requests, for a step that is planned while the one before it runs.
 
         Only where the next step would run these requests and no other ones: nobody else runs, or can come in; False otherwise,
         and where pages are short. Then nothing has changed, and the step is left to `schedule`.
+
+        Args:
+            drafted: rows of each request in either step if both verify drafts; `cached` counts none of them yet.
         """
         if any(active.prefilling for active in self.running) or self._can_swap_in() or self._can_admit():
             return False
-        size = self.pool.page_size
-        short = [active for active in actives if active.sequence.cached >= len(active.sequence.pages) * size]
+        rows = 2 * drafted if drafted else 1
+        missing = [
+            max(0, self.pool.pages_for(active.sequence.cached + rows) - len(active.sequence.pages))
+            for active in actives
+        ]
         try:
-            pages = self._allocate(len(short))
+            pages = self._allocate(sum(missing))
         except OutOfPages:
             return False
-        for active, page in zip(short, pages, strict=True):
-            active.sequence.pages.append(page)
+        for active, count in zip(actives, missing, strict=True):
+            active.sequence.pages += pages[:count]
+            del pages[:count]
         return True
 
     def remove(self, active: ActiveRequest) -> None:

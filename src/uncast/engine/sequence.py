@@ -17,12 +17,15 @@ class MTPState:
 
     Attributes:
         cached: rows [0, cached) are those of the sequence's tokens; later ones are of drafts and will be written again.
-        token, hidden: the next draft and the MTP layer's output for it [hidden_size], once the sequence decodes.
+        drafts: guesses of the tokens after the sequence's, at least one once it decodes.
+        hidden: the MTP layer's output for the first of them [hidden_size], for further ones; None if there are to be none.
+        behind: hidden states [rows, hidden_size] of rows from `cached` on that the model has and the MTP layer has not yet.
     """
 
     cached: int = 0
-    token: int | None = None
+    drafts: list[int] = field(default_factory=list)
     hidden: torch.Tensor | None = None
+    behind: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

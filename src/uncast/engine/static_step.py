@@ -1,4 +1,4 @@
-"""Decode and verify steps in buffers that stay where they are, so that a CUDA graph can hold the whole step.
+"""Decode steps in buffers that stay where they are, so that a CUDA graph can hold the whole step.
 
     one copy to the device     token ids, positions, slots, lengths, sources of every row; new entries of block tables
     a part, one graph:         ids = where(source < 0, ids, tokens chosen in the step before)
@@ -7,7 +7,7 @@
     tail, no graph             rows that sample draw their token (`sampler.sample_rows`)
     one copy to the host       what was chosen and whether it was finite, in pinned memory, with an event
 
-A part is a range of requests with `q_len` query rows each. By default one part runs, the smallest of `buckets` that holds the
+A part is a range of requests with one query row each. By default one part runs, the smallest of `buckets` that holds the
 batch; in deterministic mode parts are tiles of `ROW_TILE` rows and as many run as the batch needs. Rows beyond the batch have
 slot -1 and length 0: they are written nowhere, attend to nothing and no byte counts them.
 
@@ -64,15 +64,15 @@ class StepParts:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """One request of a step: its last `q_len` rows, whose tokens are `tokens`, end at row `kv_len`.
+    """One request of a step: its last row, of `token`, is the one before row `kv_len`.
 
     Attributes:
-        source: the row of the step before that chose the (only) token, else `KNOWN`.
+        source: the row of the step before that chose the token, else `KNOWN`.
     """
 
     pages: Seq[int]
     kv_len: int
-    tokens: Seq[int]
+    token: int
     source: int = KNOWN
 
 
@@ -131,18 +131,18 @@ class _Part:
 
 
 class StaticStep:
-    """Steps of up to `max_requests` requests with `q_len` query rows each (in deterministic mode 1: each row is a request).
+    """Steps of up to `max_requests` requests with one query row each.
 
     Attributes:
         logits: float32 [rows, vocab]; hidden: [rows, hidden_size] with drafts, else None; valid until the next step.
     """
 
-    def __init__(self, parts: StepParts, max_requests: int, q_len: int = 1, buckets: Seq[int] = BUCKETS) -> None:
-        self._parts, self.q_len = parts, q_len
+    def __init__(self, parts: StepParts, max_requests: int, buckets: Seq[int] = BUCKETS) -> None:
+        self._parts = parts
         if parts.deterministic:
             max_requests = -(-max_requests // ROW_TILE) * ROW_TILE
         self.max_requests = max_requests
-        rows, decoder = max_requests * q_len, parts.decoder
+        rows, decoder = max_requests, parts.decoder
         config, device = decoder.config, decoder.device
         self._device = device
         self._inputs = torch.zeros((5, rows), dtype=torch.int64, device=device)
@@ -203,14 +203,15 @@ class StaticStep:
         """
         longest = max(request.kv_len for request in requests)
         topk = self._parts.max_topk if self._parts.deterministic or longest > self._parts.max_topk else 0
-        places, values = self._new_entries(requests)
+        width = self._parts.width  # more pages than a context has may be reserved
+        places, values = new_entries(self._held, [request.pages[:width] for request in requests], width)
         staged = Staged(self._rows(requests), places, values, len(requests), topk)
         if tell is not None:
             tell(staged)
         self.replay(staged)
         self.used = [self._counted(part, topk, requests) for part in self._needed(len(requests))]
-        self._sample(draws)
-        return len(requests) * self.q_len
+        draw_rows(self.logits, self._results[0], draws, deterministic=self._parts.deterministic)
+        return len(requests)
 
     def replay(self, staged: Staged) -> None:
         """Starts a staged step, up to the likeliest token of each row."""
@@ -239,48 +240,33 @@ class StaticStep:
         return [next(part for part in self._all if part.last >= requests)]
 
     def _rows(self, requests: Seq[StepRequest]) -> list[list[int]]:
-        """The rows of `_inputs`; lengths are by request, everything else by row."""
-        size, missing = self._parts.pool.page_size, self._inputs.shape[1] - len(requests) * self.q_len
+        """The rows of `_inputs`."""
+        size, missing = self._parts.pool.page_size, self._inputs.shape[1] - len(requests)
         ids, positions, slots, sources = list[int](), list[int](), list[int](), list[int]()
         for request in requests:
-            ids += request.tokens
-            for position in range(request.kv_len - self.q_len, request.kv_len):
-                positions.append(position)
-                slots.append(request.pages[position // size] * size + position % size)
-            sources += [request.source] * self.q_len
-        lengths = [request.kv_len for request in requests]
-        none, lengths = [0] * missing, lengths + [0] * (self._inputs.shape[1] - len(requests))
-        return [ids + none, positions + none, slots + [-1] * missing, lengths, sources + [KNOWN] * missing]
-
-    def _new_entries(self, requests: Seq[StepRequest]) -> tuple[list[int], list[int]]:
-        """The entries of block tables that the device does not have yet: their places, and the pages."""
-        places, values = list[range](), list[Seq[int]]()
-        for row, request in enumerate(requests):
-            held, pages = self._held[row], request.pages[: self._parts.width]  # more than a context has may be reserved
-            if held == pages:
-                continue
-            known = len(held) if pages[: len(held)] == held else 0
-            places.append(range(row * self._parts.width + known, row * self._parts.width + len(pages)))
-            values.append(pages[known:])
-            self._held[row] = list(pages)
-        return list(chain(*places)), list(chain(*values))
+            position = request.kv_len - 1
+            ids.append(request.token)
+            positions.append(position)
+            slots.append(request.pages[position // size] * size + position % size)
+            sources.append(request.source)
+        none, lengths = [0] * missing, [request.kv_len for request in requests]
+        return [ids + none, positions + none, slots + [-1] * missing, lengths + none, sources + [KNOWN] * missing]
 
     def _planned(self, part: _Part, topk: int) -> Callable[[], None]:
         parts, size = self._parts, part.last - part.first
         attention = MLAPagedAttention(parts.backend, cuda_graph=self._device.type == "cuda")
-        starts = torch.arange(size + 1, dtype=torch.int32, device=self._device) * self.q_len
+        starts = torch.arange(size + 1, dtype=torch.int32, device=self._device)
         requests = slice(part.first, part.last)
         part.plans[topk] = parts.planning.plan_static(
-            attention, parts.pool, starts, self._tables[requests], self._lengths[requests], self.q_len, topk
+            attention, parts.pool, starts, self._tables[requests], self._lengths[requests], 1, topk
         )
         index = None
         if parts.pool.index_storage is not None and parts.pool.index_layout is not None:
             index = IndexCache(parts.pool.index_storage, parts.pool.index_layout)
-        rows = slice(part.first * self.q_len, part.last * self.q_len)
-        ids, positions, slots, _, sources = (values[rows] for values in self._inputs)
+        ids, positions, slots, _, sources = (values[requests] for values in self._inputs)
         batch = ForwardBatch(
             ids, positions, slots, attention, parts.pool.storage, parts.counters,
-            self._every_row[: rows.stop - rows.start], index,
+            self._every_row[:size], index,
         )  # fmt: skip
 
         @torch.inference_mode()
@@ -291,11 +277,11 @@ class StaticStep:
                 parts.decoder.parallel.from_first(batch.token_ids)
             logits, hidden = parts.decoder.forward_hidden(batch, every=parts.drafts)
             largest, best = logits.max(-1)
-            self.logits[rows].copy_(logits)
-            self._results[0, rows].copy_(best)
-            self._results[1, rows].copy_(largest.isfinite())
+            self.logits[requests].copy_(logits)
+            self._results[0, requests].copy_(best)
+            self._results[1, requests].copy_(largest.isfinite())
             if self.hidden is not None:
-                self.hidden[rows].copy_(hidden)
+                self.hidden[requests].copy_(hidden)
 
         return call
 
@@ -303,7 +289,7 @@ class StaticStep:
         """The part's plan with this step's lengths for its byte counts, all of it on the host."""
         plan, size = part.plans[topk], part.last - part.first
         mine = requests[part.first : part.last]
-        starts = torch.arange(size + 1, dtype=torch.int32) * self.q_len
+        starts = torch.arange(size + 1, dtype=torch.int32)
         lengths = torch.tensor([r.kv_len for r in mine] + [0] * (size - len(mine)), dtype=torch.int32)
         problem = replace(plan.problem, qo_indptr=starts, kv_len_arr=lengths)
         if plan.copy_layout is not None:  # such a backend's bytes depend on page numbers, too
@@ -315,25 +301,45 @@ class StaticStep:
             problem = replace(problem, kv_indptr=indptr, kv_indices=pages, pages_per_request=None)
         return plan.counting(problem)
 
-    def _sample(self, draws: Seq[tuple[int, Draw]]) -> None:
-        """Tokens of rows that sample, into the results, a few rows at a time: each needs several copies of its logits. In
-        deterministic mode whole tiles: how a sum over the vocabulary is cut may depend on how many rows there are."""
-        if not self._parts.deterministic:
-            for first in range(0, len(draws), ROW_TILE):
-                few = draws[first : first + ROW_TILE]
-                self._sample_rows([row for row, _ in few], [draw for _, draw in few])
-            return
-        by_row = dict(draws)
-        for first in sorted({row // ROW_TILE * ROW_TILE for row in by_row}):
-            rows = list(range(first, first + ROW_TILE))
-            self._sample_rows(rows, [by_row.get(row, Draw()) for row in rows])
 
-    def _sample_rows(self, rows: list[int], draws: list[Draw]) -> None:
-        packed = to_device([[float(row) for row in rows], *zip(*(draw.packed() for draw in draws), strict=True)],
-                           self._device, torch.float64)  # fmt: skip
-        index = packed[0].long()
-        tokens = sample_rows(self.logits[index], packed[1:], self._results[0][index])
-        self._results[0].index_copy_(0, index, tokens)
+def new_entries(held: list[list[int]], pages: Seq[Seq[int]], width: int) -> tuple[list[int], list[int]]:
+    """The entries of block tables that the device does not have yet: their places in a buffer of `width` columns, and pages.
+
+    Args:
+        held: by row, the pages that the device has; brought up to date.
+        pages: by row, the pages that it is to have.
+    """
+    places, values = list[range](), list[Seq[int]]()
+    for row, wanted in enumerate(pages):
+        if held[row] == wanted:
+            continue
+        known = len(held[row]) if wanted[: len(held[row])] == held[row] else 0
+        places.append(range(row * width + known, row * width + len(wanted)))
+        values.append(wanted[known:])
+        held[row] = list(wanted)
+    return list(chain(*places)), list(chain(*values))
+
+
+def draw_rows(logits: torch.Tensor, tokens: torch.Tensor, draws: Seq[tuple[int, Draw]], *, deterministic: bool) -> None:
+    """Puts the tokens of rows that sample into `tokens` int64 [rows], a few rows at a time: each needs several copies of its
+    logits, float32 [rows, vocab]. In deterministic mode whole tiles: how a sum over the vocabulary is cut may depend on how
+    many rows there are."""
+    if not deterministic:
+        for first in range(0, len(draws), ROW_TILE):
+            few = draws[first : first + ROW_TILE]
+            _draw_few(logits, tokens, [row for row, _ in few], [draw for _, draw in few])
+        return
+    by_row = dict(draws)
+    for first in sorted({row // ROW_TILE * ROW_TILE for row in by_row}):
+        rows = list(range(first, first + ROW_TILE))
+        _draw_few(logits, tokens, rows, [by_row.get(row, Draw()) for row in rows])
+
+
+def _draw_few(logits: torch.Tensor, tokens: torch.Tensor, rows: list[int], draws: list[Draw]) -> None:
+    packed = to_device([[float(row) for row in rows], *zip(*(draw.packed() for draw in draws), strict=True)],
+                       logits.device, torch.float64)  # fmt: skip
+    index = packed[0].long()
+    tokens.index_copy_(0, index, sample_rows(logits[index], packed[1:], tokens[index]))
 
 
 def to_device(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,6 +32,19 @@ class StepBytes:
     pool_cast: int
 
 
+@dataclass
+class DraftPasses:
+    """Passes of the MTP layer: the plan of each, counting its lengths, and rows that they needed."""
+
+    plans: list[AttentionPlan] = field(default_factory=list)
+    rows: int = 0
+
+    def add(self, other: DraftPasses) -> None:
+        """Counts these, too."""
+        self.plans += other.plans
+        self.rows += other.rows
+
+
 def token_bytes(config: ModelConfig, layout: RowLayout, *, drafts: bool = False) -> int:
     """Bytes that one token takes of a pool of `layout`, over all layers (with `drafts` the MTP layer, too): its rows and, with
     an indexer, its keys."""
@@ -46,25 +59,20 @@ def step_bytes(
     pool: PagedPool,
     plans: Seq[AttentionPlan],
     chunks: Seq[tuple[int, int]],
-    drafts: Seq[AttentionPlan] = (),
-    draft_rows: int = 0,
+    drafts: DraftPasses | None = None,
 ) -> StepBytes:
-    """Of a step of these plans whose sequences had (cached, count): cached rows after it, the last `count` of them new.
-
-    Args:
-        drafts: the plan of each pass of the MTP layer, counting that pass's lengths.
-        draft_rows: rows that these passes needed.
-    """
+    """Of a step of these plans whose sequences had (cached, count): cached rows after it, the last `count` of them new."""
+    drafts = DraftPasses() if drafts is None else drafts
     layers, layout = config.num_layers, pool.layout
     sparse = any(plan.problem.spec.topk for plan in plans)
     bf16 = row_layout("bf16", layout.kv_lora_rank, layout.qk_rope_head_dim).row_bytes
     rows = pool.num_pages * pool.page_size
     return StepBytes(
         needed=sum(_needed(config, pool, cached, count, sparse) for cached, count in chunks)
-        + draft_rows * layout.row_bytes,
+        + drafts.rows * layout.row_bytes,
         read=sum(plan.bytes_read * layers + _key_bytes_read(config, pool, plan) for plan in plans)
-        + sum(plan.bytes_read for plan in drafts),
-        written=sum(plan.bytes_written for plan in plans) * layers + sum(plan.bytes_written for plan in drafts),
+        + sum(plan.bytes_read for plan in drafts.plans),
+        written=sum(plan.bytes_written for plan in plans) * layers + sum(plan.bytes_written for plan in drafts.plans),
         pool_cast=pool.num_layers * rows * (layout.row_bytes + bf16) if layout.is_fp8 else 0,
     )
 

@@ -22,6 +22,7 @@ import torch
 
 from uncast.attention import ProblemError, Refused
 from uncast.engine.core import Engine
+from uncast.engine.drafted_step import DraftedStep
 from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.request import NOT_FINITE, GenerationError, Request, SamplingParams
 from uncast.engine.runner import RunnerError, Sequence
@@ -177,7 +178,7 @@ class _Paths:
             with _path(f"a token sampled on the {what}"):
                 self._finish(scratch, [replace(self._request(1, max_tokens=3), params=params)])
 
-    def _batches(self, step: StaticStep | None) -> list[int]:
+    def _batches(self, step: StaticStep | DraftedStep | None) -> list[int]:
         """Batch sizes, those that `step` has a graph for among them."""
         captured = () if step is None else (size for size in step.sizes if size <= self._batch)
         return sorted({*sizes(self._batch, every=self._every), *captured})
@@ -203,10 +204,10 @@ class _Paths:
                 requests = [self._request(1, max_tokens=count + 2) for _ in range(size)]
                 for request in requests:
                     scratch.add(request)
-                self._step(scratch)  # the prompts, and the MTP layer's rows for them
-                self._step(scratch)  # drafts and their verification
-                if not all(bool(state.isfinite().all()) for state in self._draft_states(scratch)):
-                    raise GenerationError("the MTP layer's outputs are not finite: its weights are damaged")
+                for _ in range(2):  # the prompts, and the MTP layer's rows for them; drafts and their verification
+                    self._step(scratch)
+                    if not all(bool(state.isfinite().all()) for state in self._draft_states(scratch)):
+                        raise GenerationError("the MTP layer's outputs are not finite: its weights are damaged")
                 for request in requests:
                     scratch.abort(request.request_id)
 
