@@ -29,7 +29,7 @@ from uncast.engine.core import Engine, EngineConfig
 from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner, RunnerError
 from uncast.engine.sampler import SamplingParams
-from uncast.engine.speculation import parse_speculate
+from uncast.engine.speculation import AUTO_COUNTS, parse_speculate
 from uncast.engine.tokenizer import Tokenizer
 from uncast.models.decoder import MLADecoder
 
@@ -40,8 +40,12 @@ SETTINGS = (
     *((False, count, 1.0) for count in ("off", "1", "2")),
 )
 """Deterministic or not, `--speculate`, temperature."""
-GPU_SETTINGS = ((True, "off", 0.0), (True, "2", 0.0), *((False, count, 0.0) for count in ("off", "1", "2", "3")))
-"""What decides first; `auto` is off on a GPU."""
+GPU_SETTINGS = (
+    (True, "off", 0.0),
+    (True, "2", 0.0),
+    *((False, count, 0.0) for count in ("off", "2", "auto", "3", "1")),
+)
+"""What decides first."""
 GPU_DETERMINISTIC_BATCH = 16
 """There a text of deterministic mode is the same in every batch, and one request fills one row of a tile of 16."""
 
@@ -76,9 +80,11 @@ def measure(
     runner = ModelRunner(model, num_pages=16 * batch, deterministic=deterministic, drafts=count != 0)
     why_not: str | None = "cpu"
     if model.device.type != "cpu":
-        why_not = runner.capture(batch, drafts=[count] if count else [], buckets=(batch,))
+        drafts = AUTO_COUNTS if count is None else (count,)
+        why_not = runner.capture(batch, drafts=[number for number in drafts if number], buckets=(batch,))
     engine = Engine(runner, tokenizer, EngineConfig(max_running=batch, prefix_cache=False, speculate=count))
-    texts, decoded, seconds, steps = [[] for _ in prompts], 0, 0.0, 0
+    texts = [list[int]() for _ in prompts]
+    decoded, seconds, steps = 0, 0.0, 0
     for first in range(0, len(prompts), batch):
         numbers = {}
         for index in range(first, min(first + batch, len(prompts))):

@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from uncast.checkpoints.load import mtp_refusal
 from uncast.engine.speculation import MAX_DRAFTS, SpeculationError, parse_speculate
 
@@ -48,8 +46,6 @@ def speculate_of(text: str, folder: Path) -> Speculate:
     refusal = mtp_refusal(folder)
     if refusal is None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         refusal = "several processes share the model, and speculation needs one process: speculation is off"
-    if refusal is None and count is None and torch.cuda.is_available():
-        refusal = "auto has not been measured on a GPU: give a number of drafts to try it, speculation is off"
     if refusal is None:
         return Speculate(count)
     if count is None:
