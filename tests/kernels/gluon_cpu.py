@@ -116,8 +116,18 @@ class Shared:
         self.memory.copy_(x)
 
     def view(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        if len(shape) == 3 and list(shape)[1:] == [16, 64] and self.rank == 2:
+            return Blocks(self.memory)
         flat = self.memory.reshape(-1).view(torch.uint8)
         return Shared(flat[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+
+
+class Blocks(Shared):
+    """A 16-bit matrix of shared memory as blocks of 16 rows x 64 columns, rows first: as NVMMASharedLayout(128, 16, 2) lies."""
+
+    def index(self, i: Any) -> Shared:
+        column, row = divmod(int(i), self.shape[0] // 16)
+        return Shared(self.memory[row * 16 : row * 16 + 16, column * 64 : column * 64 + 64])
 
 
 class Turns:
@@ -191,7 +201,8 @@ class Barriers:
         bar.memory.fill_(len(self.states))
 
     def arrive(self, bar: Shared, count: int = 1, pred: bool = True) -> None:
-        self.change(bar, count, 0)
+        if bool(pred):
+            self.change(bar, count, 0)
 
     def expect(self, bar: Shared, size: int, pred: bool = True) -> None:
         self.change(bar, 1, size)
@@ -220,6 +231,8 @@ def _codes(x: torch.Tensor) -> torch.Tensor:
 
 def _asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     x = value(args[0])
+    if "max.xorsign.abs" in asm:
+        return torch.fmax(x.abs(), args[1].abs()) * x.sign() * args[1].sign()
     if "ex2.approx" in asm:
         return torch.exp2(x)
     if "mov.b32 $0, 0" in asm:
@@ -307,6 +320,7 @@ GL = types.SimpleNamespace(
     **{str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES},
     **dict.fromkeys((*_LAYOUTS, "SwizzledSharedLayout"), _dead),
     constexpr=None,
+    int1=torch.bool,
     static_range=range,
     program_id=lambda axis: value(HERE.program),
     num_programs=lambda axis: value(HERE.programs),

@@ -35,6 +35,8 @@ def batches() -> list[tuple[list[int], list[int], dict[str, object]]]:
         ([1] * 512, [2048] * 512, {}),
         ([1] * 4000, [100] * 4000, {"num_heads": 5}),
         ([1] * 120, [64] * 119 + [524288], {}),
+        ([1] * 120, [300] * 119 + [9000], {"num_heads": 64, "block_rows": 64, "buckets": (32, 64, 128)}),
+        ([2] * 33, [4000] * 33, {"num_heads": 64, "block_rows": 64, "min_chunk": 1, "buckets": (64, 4096)}),
         ([4096] + [1] * 31, [36864] + [500] * 31, {"num_heads": 64, "block_rows": 64}),
     ]
     for _ in range(60):
@@ -108,6 +110,9 @@ def test_batch_invariant_splits_depend_on_the_own_length_only() -> None:
 def test_batches_beyond_the_largest_bucket_are_refused() -> None:
     with pytest.raises(ScheduleError, match="schedule at most 4096 requests"):
         make_plan([1] * 4097, [1] * 4097)
+    assert make_plan([1] * 64, [1] * 64, buckets=(32, 64)).batch_bucket == 64
+    with pytest.raises(ScheduleError, match="schedule at most 64 requests"):
+        make_plan([1] * 65, [1] * 65, buckets=(32, 64))
 
 
 @gluon.jit(do_not_specialize=["batch", "num_heads", "target", "causal", "invariant"])

@@ -41,6 +41,8 @@ SUBSET = [
     ("mma_bf16_fp16_rows16_32x1_batch32_integer", 86),
     ("wgmma_fp8_e4m3_bf16_rows16_page64_batch32", 90),
     ("wgmma_fp8_e4m3_bf16_rows64_page128_batch1", 90),
+    ("wgmma_fp8_e4m3_bf16_rows64_page64_batch32_overlap", 90),
+    ("combine_rows64_channels256_warps1_bf16_warm", 90),
     ("wgmma_fp8_ds_mla_bf16_rows64_page64_batch32", 90),
     ("cache_write_fp8_ds_mla_bf16_counting", 80),
     ("cache_write_fp8_e4m3_fp32", 120),

@@ -17,6 +17,7 @@ from uncast.attention.oracle import mla_oracle, relative_errors
 from uncast.attention.problem import Problem, ProblemSpec
 from uncast.kernels import combine, wgmma_launch
 from uncast.kernels.launch import make_call
+from uncast.kernels.schedule import BATCH_BUCKETS
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -87,6 +88,39 @@ def test_a_batch_invariant_plan_does_not_look_at_the_batch() -> None:
         return wgmma_launch.make_plan(problem, 132).splits.block_rows
 
     assert rows([100]) == rows([100] * 64) == rows([131072])
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_len", "heads", "change", "overlap"),
+    [
+        (32, 8192, 64, {}, True),
+        (128, 4096, 64, {}, True),
+        (64, 8192, 128, {}, True),  # two blocks of rows
+        (16, 8192, 128, {}, True),
+        (16, 8192, 64, {}, False),  # 15.5 tiles a multiprocessor
+        (32, 2048, 64, {}, False),  # blocks of 32 rows
+        (256, 4096, 16, {}, False),
+        (1, 131072, 64, {}, False),
+        (15, 131072, 64, {}, False),
+        (64, 8192, 128, {"kv_layout": "fp8_ds_mla"}, False),
+        (64, 8192, 128, {"batch_invariant": True}, False),
+    ],
+)
+def test_the_overlapped_loop_is_taken_where_it_wins(
+    batch: int, kv_len: int, heads: int, change: dict[str, Any], overlap: bool
+) -> None:
+    """By shapes alone: with lengths of 0 in the buffers, as under capture, the choice is the same."""
+    problem = make_problem([kv_len] * batch, [1] * batch, spec_of(num_heads=heads, **change), "cpu")
+    plan = wgmma_launch.make_plan(problem, 132)
+    problem.kv_len_arr.zero_()
+    assert plan.overlap == wgmma_launch.make_plan(problem, 132).overlap == overlap
+    assert plan.splits.batch_bucket in (wgmma_launch.OVERLAP_BUCKETS if overlap else BATCH_BUCKETS)
+    assert not overlap or (plan.splits.block_rows, plan.splits.batch_bucket) == (64, max(32, batch))
+
+
+def test_what_does_not_overlap_is_compiled_as_ever() -> None:
+    assert wgmma_launch.constexprs("fp8_e4m3", 64, 64, 32)["OVERLAP"] is False
+    assert combine.constexprs(64, 256, 1, pdl=True)["WARM"] is False
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

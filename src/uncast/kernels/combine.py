@@ -29,18 +29,19 @@ LN2 = gl.constexpr(0.6931471805599453)
 def _merge(
     u, units, partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
     scale, num_heads, lse_mode, BLOCK_ROWS: gl.constexpr, CHANNELS: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, live=True,
 ):  # fmt: skip
-    """One unit: SPLITS partial rows at a time, softmax state carried from one step to the next."""
+    """One unit: SPLITS partial rows at a time, softmax state carried from one step to the next. Unless `live`, all of its code
+    runs and touches no memory."""
     CHUNKS: gl.constexpr = 512 // CHANNELS
     L: gl.constexpr = gl.BlockedLayout([8, 8], [256 // CHANNELS, CHANNELS // 8], [WARPS, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([(SPLITS + 31) // 32], [32], [WARPS], [0])
     entry = sched + (u // (BLOCK_ROWS * CHUNKS) + 1) * 8
-    first = gl.load(entry)
-    rows = gl.load(entry + 1)
-    n = gl.load(entry + 2)
-    part = gl.load(entry + 3).to(gl.int64)
-    stride = gl.load(entry + 4)
+    first = gl.load(entry, mask=live, other=0)
+    rows = gl.load(entry + 1, mask=live, other=BLOCK_ROWS)
+    n = gl.load(entry + 2, mask=live, other=1)
+    part = gl.load(entry + 3, mask=live, other=0).to(gl.int64)
+    stride = gl.load(entry + 4, mask=live, other=0)
     row = (u // CHUNKS) % BLOCK_ROWS
     if (u < units) & (row < rows):
         d = (u % CHUNKS) * CHANNELS + gl.arange(0, CHANNELS, gl.SliceLayout(0, L))
@@ -50,14 +51,14 @@ def _merge(
         for c in range(0, n, SPLITS):
             s = c + gl.arange(0, SPLITS, gl.SliceLayout(1, L))
             at = (part + s * stride) * BLOCK_ROWS + row
-            x = gl.load(partial_o + (at * 512)[:, None] + d[None, :], mask=(s < n)[:, None], other=0.0)
-            row_lse = gl.load(partial_lse + at, mask=s < n, other=float("-inf"))
+            x = gl.load(partial_o + (at * 512)[:, None] + d[None, :], mask=((s < n) & live)[:, None], other=0.0)
+            row_lse = gl.load(partial_lse + at, mask=(s < n) & live, other=float("-inf"))
             if SCALED:
-                row_scale = gl.load(partial_scale + at, mask=s < n, other=0.0)
+                row_scale = gl.load(partial_scale + at, mask=(s < n) & live, other=0.0)
             # every warp also holds all of them over its lanes: their reductions need no shared memory
             every = c + gl.arange(0, SPLITS, LANES)
             at_every = (part + every * stride) * BLOCK_ROWS + row
-            every_lse = gl.load(partial_lse + at_every, mask=every < n, other=float("-inf"))
+            every_lse = gl.load(partial_lse + at_every, mask=(every < n) & live, other=float("-inf"))
             new_top = gl.maximum(top, gl.max(every_lse, 0))
             old = gl.exp2(top - new_top)
             weight = gl.exp2(row_lse - new_top)
@@ -70,45 +71,79 @@ def _merge(
         tok = ((first + row) // num_heads).to(gl.int64)
         head = (first + row) % num_heads
         at_out = ((tok * out_stride_t + head * out_stride_h) >> 3) * 8  # rows start at multiples of 16 bytes
-        gl.store(out + at_out + d, acc.to(out.dtype.element_ty))
+        gl.store(out + at_out + d, acc.to(out.dtype.element_ty), mask=gl.full([CHANNELS], live, gl.int1, d.type.layout))
         value = (gl.log2(total) + top) * gl.where(lse_mode == 2, LN2, 1.0)
-        gl.store(lse + tok * lse_stride_t + head * lse_stride_h, value, mask=(lse_mode > 0) & (u % CHUNKS == 0))
+        gl.store(lse + tok * lse_stride_t + head * lse_stride_h, value, mask=(lse_mode > 0) & (u % CHUNKS == 0) & live)
+
+
+@gluon.jit
+def _scale_and_units(
+    sched, out_scale, out_scale_ptr, scale_from_ptr, BLOCK_ROWS: gl.constexpr, CHANNELS: gl.constexpr
+):  # fmt: skip
+    """What the output is multiplied by, and the units that the attention kernel published."""
+    from_ptr = scale_from_ptr != 0
+    scale = gl.where(from_ptr, gl.load(out_scale_ptr, mask=from_ptr, other=0.0), out_scale)
+    return scale, gl.load(sched) * (BLOCK_ROWS * (512 // CHANNELS))
 
 
 @gluon.jit(do_not_specialize=_SCALARS, do_not_specialize_on_alignment=["lse"])
 def combine_kernel(
     partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
     out_scale, out_scale_ptr, scale_from_ptr, num_heads, lse_mode, BLOCK_ROWS: gl.constexpr,
-    CHANNELS: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHANNELS: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr, WARM: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, at most one per unit that `sched` has room for. `out` [tokens, heads, 512] and `lse`
     [tokens, heads] by strides; lse_mode 0 none, 1 base 2, 2 base e. The output is multiplied by `out_scale`, or by what
     `out_scale_ptr` holds if `scale_from_ptr`."""
     u = gl.program_id(0)
-    if PDL:
-        u = grid_dependency_wait(launch_dependents(u))
-    from_ptr = scale_from_ptr != 0
-    scale = gl.where(from_ptr, gl.load(out_scale_ptr, mask=from_ptr, other=0.0), out_scale)
-    units = gl.load(sched) * (BLOCK_ROWS * (512 // CHANNELS))
-    # the first unit is looked up before the number of units is known: one round trip less
-    more = u >= 0
-    while more:
-        _merge(
-            u, units, partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t,
-            lse_stride_h, scale, num_heads, lse_mode, BLOCK_ROWS, CHANNELS, SPLITS, SCALED, num_warps,
-        )  # fmt: skip
-        u += gl.num_programs(0)
-        more = u < units
+    if WARM:
+        # program 0 starts long before the attention kernel ends: it first runs through the code, so that all find it in L2
+        u = launch_dependents(u)
+        live = u > 0
+        more = u >= 0
+        waiting = more
+        scale = out_scale
+        units = u * 0 + 1
+        while more:
+            if live & waiting:
+                u = grid_dependency_wait(u)
+                scale, units = _scale_and_units(sched, out_scale, out_scale_ptr, scale_from_ptr, BLOCK_ROWS, CHANNELS)
+                waiting = u < 0
+            _merge(
+                u, units, partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t,
+                lse_stride_h, scale, num_heads, lse_mode, BLOCK_ROWS, CHANNELS, SPLITS, SCALED, num_warps, live,
+            )  # fmt: skip
+            u += gl.where(live, gl.num_programs(0), 0)
+            more = (u < units) | waiting
+            live = u >= 0
+    else:
+        if PDL:
+            u = grid_dependency_wait(launch_dependents(u))
+        # the first unit is looked up before the number of units is known: one round trip less
+        scale, units = _scale_and_units(sched, out_scale, out_scale_ptr, scale_from_ptr, BLOCK_ROWS, CHANNELS)
+        more = u >= 0
+        while more:
+            _merge(
+                u, units, partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t,
+                lse_stride_h, scale, num_heads, lse_mode, BLOCK_ROWS, CHANNELS, SPLITS, SCALED, num_warps,
+            )  # fmt: skip
+            u += gl.num_programs(0)
+            more = u < units
 
 
 WIDTHS = (256, 128, 64)
 """Channels of a unit; a lane holds 8 of them of 8 splits, so narrower units merge more splits at once."""
 
 
-def constexprs(block_rows: int, channels: int, warps: int, *, pdl: bool, scaled: bool = False) -> dict[str, object]:
-    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps."""
+def constexprs(
+    block_rows: int, channels: int, warps: int, *, pdl: bool, scaled: bool = False, warm: bool = False
+) -> dict[str, object]:
+    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps. `warm`,
+    with `pdl` only: its code is run through once before the attention kernel has ended."""
     splits = 8 * (256 // channels) * warps
-    return {"BLOCK_ROWS": block_rows, "CHANNELS": channels, "SPLITS": splits, "SCALED": scaled, "PDL": pdl}
+    shape = {"BLOCK_ROWS": block_rows, "CHANNELS": channels, "SPLITS": splits}
+    return {**shape, "SCALED": scaled, "PDL": pdl, "WARM": warm}
 
 
 def unit_shape(plan: SplitPlan) -> tuple[int, int]:
@@ -122,11 +157,19 @@ def unit_shape(plan: SplitPlan) -> tuple[int, int]:
 
 
 def launch_combine(
-    plan: SplitPlan, scratch: Scratch, call: Call, *, num_sms: int, pdl: bool, unscaled: bool = False
+    plan: SplitPlan,
+    scratch: Scratch,
+    call: Call,
+    *,
+    num_sms: int,
+    pdl: bool,
+    unscaled: bool = False,
+    warm: bool = False,
 ) -> None:
     """Launches the combine of `plan` on the current stream; nothing to do for a plan that cannot split.
 
     `pdl`: programmatic dependent launch, sm_90 and newer. `unscaled`: the partial results lack the factor `ckv_scale`.
+    `warm`: see `constexprs`; for an attention kernel that allows its dependents to start shortly before it ends.
     """
     if not plan.can_split:
         return
@@ -149,7 +192,7 @@ def launch_combine(
         call.scale_flags & 1 if unscaled else 0,
         plan.num_heads,
         call.lse_mode,
-        **constexprs(plan.block_rows, channels, warps, pdl=pdl, scaled=scratch.partial_scale is not None),
+        **constexprs(plan.block_rows, channels, warps, pdl=pdl, scaled=scratch.partial_scale is not None, warm=warm),
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )

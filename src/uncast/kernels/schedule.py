@@ -46,12 +46,12 @@ class ScheduleError(ValueError):
     """A batch that the schedule cannot hold."""
 
 
-def batch_bucket(batch: int) -> int:
-    """The bucket that holds `batch` requests; raises `ScheduleError` beyond the largest."""
-    for bucket in BATCH_BUCKETS:
+def batch_bucket(batch: int, buckets: Sequence[int] = BATCH_BUCKETS) -> int:
+    """The first of the ascending `buckets` that holds `batch` requests; raises `ScheduleError` beyond the largest."""
+    for bucket in buckets:
         if batch <= bucket:
             return bucket
-    raise ScheduleError(f"batch is {batch}: the native kernels schedule at most {BATCH_BUCKETS[-1]} requests")
+    raise ScheduleError(f"batch is {batch}: the native kernels schedule at most {buckets[-1]} requests")
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def plan_splits(
     batch_invariant: bool = False,
     max_q_len: int | None = None,
     min_chunk: int = MIN_CHUNK,
+    buckets: Sequence[int] = BATCH_BUCKETS,
 ) -> SplitPlan:
     """Sizes of one batch shape, from shapes alone.
 
@@ -112,12 +113,12 @@ def plan_splits(
         batch: requests. total_q: query tokens (upper bound). max_kv_len: upper bound of every length.
         num_ctas: CTAs of the kernel the device holds at once.
         max_q_len: upper bound of one request's query tokens; it tightens the grid (an idle CTA still costs its start).
-        min_chunk: fewest tiles of a split.
+        min_chunk: fewest tiles of a split. buckets: what the kernel is compiled for, 1 or multiples of 32.
 
     Raises:
         ScheduleError: batch beyond the largest bucket.
     """
-    bucket = batch_bucket(batch)
+    bucket = batch_bucket(batch, buckets)
     blocks = -(-total_q * num_heads // block_rows) + min(batch, total_q)
     if max_q_len is not None:
         blocks = min(blocks, batch * -(-max_q_len * num_heads // block_rows))

@@ -87,7 +87,9 @@ def _mma_variants() -> Iterator[Variant]:
                         claimed.append(chip)
             q = "*" + _SHORT[dtype]
             for config, where in chips.items():
-                for bucket in BATCH_BUCKETS if dtype == torch.bfloat16 and config.block_rows == 16 else (32,):
+                # the schedule of a bucket does not depend on the layout: the largest is compiled for FP8 only
+                buckets = BATCH_BUCKETS[: 3 if layout == "bf16" else 4]
+                for bucket in buckets if dtype == torch.bfloat16 and config.block_rows == 16 else (32,):
                     for native in sorted({chip >= NATIVE_ARCH for chip in where}):
                         part = tuple(c for c in where if (c >= NATIVE_ARCH) == native)
                         args = mma_launch.constexprs(layout, dtype, part[0], config, bucket)
@@ -103,15 +105,18 @@ def _wgmma_variants() -> Iterator[Variant]:
     for layout in wgmma_launch.LAYOUTS:
         for rows in wgmma_launch.STAGES[layout]:
             ds = layout == "fp8_ds_mla"
-            for page, bucket, dtype in ((64, 32, "bf16"), (128, 1, "bf16"), (64, 256, "bf16" if ds else "fp16")):
-                args = wgmma_launch.constexprs(layout, rows, page, bucket)
+            shapes = [(64, 32, "bf16", False), (128, 1, "bf16", False), (64, 256, "bf16" if ds else "fp16", False)]
+            if rows == 64 and not ds:
+                shapes[2:] = [(64, 32, "bf16", True), (128, 128, "fp16", True)]
+            for page, bucket, dtype, overlap in shapes:
+                args = wgmma_launch.constexprs(layout, rows, page, bucket, overlap=overlap)
                 ckv, kpe = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128 if ds else 64, 16, 2)
                 types = types_of(
                     wgmma_decode_kernel, args, q_nope=f"*{dtype}", q_pe=f"*{dtype}", out=f"*{dtype}", partial_o="*fp16",
                     cache_words="*fp32", ckv_desc=f"tensordesc<i16[64,256],{ckv!r}>",
                     kpe_desc=f"tensordesc<i16[64,{64 if ds else 32}],{kpe!r}>",
                 )  # fmt: skip
-                name = f"wgmma_{layout}_{dtype}_rows{rows}_page{page}_batch{bucket}"
+                name = f"wgmma_{layout}_{dtype}_rows{rows}_page{page}_batch{bucket}{'_overlap' if overlap else ''}"
                 yield Variant(name, wgmma_decode_kernel, types, args, (90,))
 
 
@@ -125,6 +130,11 @@ def _combine_variants() -> Iterator[Variant]:
             types = types_of(combine.combine_kernel, args, out=f"*{dtype}", partial_o=f"*{part}")
             name = f"combine_rows{rows}_channels{channels}_warps{warps}_{dtype}{'_pdl' if pdl else ''}"
             yield Variant(name, combine.combine_kernel, types, args, chips, num_warps=warps)
+    args = combine.constexprs(64, 256, 1, pdl=True, warm=True)
+    types = types_of(combine.combine_kernel, args, out="*bf16", partial_o="*fp16")
+    yield Variant(
+        "combine_rows64_channels256_warps1_bf16_warm", combine.combine_kernel, types, args, (90,), num_warps=1
+    )
 
 
 def _write_variants() -> Iterator[Variant]:

@@ -14,6 +14,9 @@ swapped: S^T[64, BN] = K Q^T and O^T[512, BN] = V^T P^T with K and V^T as regist
     TMA warp(s)          latent and rope tiles; page numbers 32 at a time in registers
     scale warp           fp8_ds_mla: the rows' scales as fp16 times a power of two per tile (`wgmma_ops`)
 
+OVERLAP (fp8_e4m3, BN 64), for batches of many tiles a CTA: the loop of `wgmma_overlap`; queries are prepared with less code;
+the combine may start only when the last tiles are under way, so that its code is still in L2 when it runs.
+
 A split's results are fp16: fp8_ds_mla's as multiples of 2^E, E the largest of its tiles' exponents, because its latents may
 exceed fp16's range (they are below 448 * 2^(E + 7)); 2^E of each row lies `scale_offset` behind its `partial_lse`.
 
@@ -53,6 +56,7 @@ from uncast.kernels.wgmma_ops import (
     seven_bits,
     store_outputs,
 )
+from uncast.kernels.wgmma_overlap import clear_weights, overlapped_tiles
 from uncast.kernels.wgmma_queries import prepare_q
 
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -76,7 +80,7 @@ def _page(pages, i):
 @gluon.jit
 def _load_tiles(
     ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, full, empty, ST: gl.constexpr, PAGE: gl.constexpr,
-    DS: gl.constexpr, JOINT: gl.constexpr,
+    DS: gl.constexpr, JOINT: gl.constexpr, OVERLAP: gl.constexpr = False,
 ):  # fmt: skip
     """TMA warp: latent (and with JOINT the rope) of tile t goes to slot t % ST."""
     PER: gl.constexpr = PAGE // 64
@@ -94,6 +98,8 @@ def _load_tiles(
             else:
                 mbarrier.expect(full.index(s), 64 * 512)
             tma_load(ckv_desc, [row, 0], full.index(s), ckv.index(s))
+    if OVERLAP:  # so late that this kernel's cache rows do not evict the combine's code again
+        launch_dependents(nt)
 
 
 @gluon.jit
@@ -167,105 +173,114 @@ def _warpgroup(
     offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents, scales_ready, pe_factor,
     score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len, first_limit, tile0, nt,
     w: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, KC: gl.constexpr, TC: gl.constexpr, DS: gl.constexpr,
-    JOINT: gl.constexpr,
+    JOINT: gl.constexpr, OVERLAP: gl.constexpr = False,
 ):  # fmt: skip
     """Warpgroup w: scores and weights of tiles w, w + 2, ..., and its 256 channels of O^T for every tile."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     cols: gl.constexpr = gl.SliceLayout(0, mma)
+    if OVERLAP and w == 0:
+        clear_weights(p, BN, mma)
     factor = score_factor * prepare_q(
-        q_nope, q_pe, pe_factor, qa.index(0), qb.index(0), ra.index(0), rb.index(0),
-        smem_view(p.index(0), gl.int32, [32, BN], ROWS), votes, meet, w, BN, DS,
+        q_nope, q_pe, pe_factor, qa.index(0), qb.index(0), ra.index(0), rb.index(0), p.index(0), votes, meet, w,
+        BN, DS, OVERLAP,
     )  # fmt: skip
     sums = gl.sum(gl.zeros([64, BN], gl.float32, mma).reshape([4, 2, 8, BN]), 1)
     oe = gl.zeros([128, BN], gl.float32, mma)
     oo = gl.zeros([128, BN], gl.float32, mma)
-    nj = (nt + 1) // 2
-    if w == 0:
-        nj = nt // 2 + 1
-    for j in range(nj):
-        t = 2 * j + w
-        if t < nt:
-            s = t % ST
-            end = (tile0 + t) * 64 + 64
-            if end > kv_len:
-                mbarrier.wait(ckv_full.index(s), (t // ST) & 1)
-                clean_rows(ckv.index(s), kv_len - end + 64)
-                cta_barrier()
-            z = opaque_zero(t)
-            e = 0
-            split = 0
-            if DS:
-                mbarrier.wait(scales_ready.index(s), (t // ST) & 1)
-                e = get_scalar(exponents.index(s))
-                split = e & 1
-                e = e >> 1
-            if JOINT:
-                acc = scores(
-                    ckv.index(s), kpe.index(s), ckv_full.index(s), (t // ST) & 1, ckv_full.index(s), 0,
-                    qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * s + split), e, mma, BN, KC, DS, JOINT,
-                )  # fmt: skip
-            else:
-                acc = scores(
-                    ckv.index(s), kpe.index(w), kpe_full.index(w), j & 1, ckv_full.index(s), (t // ST) & 1,
-                    qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * s + split), e, mma, BN, KC, DS, JOINT,
-                )  # fmt: skip
-            if DS:
-                for k in range(2 * split):
-                    acc = more_scores(acc, ckv.index(s), qa.index(z), qb.index(z), scales.index(4 * s + 2 + k), mma)
-            if t > 0:
-                mbarrier.wait(p_ready.index(1 - w), ((t - 1) // 2) & 1)
-                if get_scalar(flag.index((t - 1) % 4)) > 0:
-                    sums = scale_sums(sums, alpha.index(1 - w).load(cols))
-            m = colmax.load(cols)
-            scale = factor
-            if DS:
-                scale = factor * power_of_two(e)
-                m_tile = m - e.to(gl.float32)
-            else:
-                m_tile = m
-            x = acc * scale - m_tile[None, :]
-            if end > first_limit:
-                x = hide_rows(x, end - 64, limits, mma)
-            flagged = 0
-            used = ckv_empty.index(
-                (t - 2 + ST) % ST
-            )  # tile t - 2: then both warpgroups are done with its weights and factors
-            used_phase = ((t - 2 + ST) // ST + 1) & 1
-            if needs_rescale(x, votes.index(w), BN) | (t == 0):
-                mbarrier.wait(used, used_phase)
-                up = gl.maximum(column_max(x, p.index(w), cols, BN) - HEADROOM, gl.where(t == 0, -1e29, 0.0))
-                cta_barrier()
-                x = x - up[None, :]
-                colmax.store(m + up)
+    if OVERLAP:
+        oe, oo, sums = overlapped_tiles(
+            nt, oe, oo, sums, factor, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax, limits, votes, ckv_full, ckv_empty,
+            kpe_full, p_ready, kv_len, first_limit, tile0, w, BN, ST, KC,
+        )  # fmt: skip
+    else:
+        nj = (nt + 1) // 2
+        if w == 0:
+            nj = nt // 2 + 1
+        for j in range(nj):
+            t = 2 * j + w
+            if t < nt:
+                s = t % ST
+                end = (tile0 + t) * 64 + 64
+                if end > kv_len:
+                    mbarrier.wait(ckv_full.index(s), (t // ST) & 1)
+                    clean_rows(ckv.index(s), kv_len - end + 64)
+                    cta_barrier()
+                z = opaque_zero(t)
+                e = 0
+                split = 0
+                if DS:
+                    mbarrier.wait(scales_ready.index(s), (t // ST) & 1)
+                    e = get_scalar(exponents.index(s))
+                    split = e & 1
+                    e = e >> 1
+                if JOINT:
+                    acc = scores(
+                        ckv.index(s), kpe.index(s), ckv_full.index(s), (t // ST) & 1, ckv_full.index(s), 0,
+                        qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * s + split), e, mma, BN, KC, DS,
+                        JOINT,
+                    )  # fmt: skip
+                else:
+                    acc = scores(
+                        ckv.index(s), kpe.index(w), kpe_full.index(w), j & 1, ckv_full.index(s), (t // ST) & 1,
+                        qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * s + split), e, mma, BN, KC, DS,
+                        JOINT,
+                    )  # fmt: skip
+                if DS:
+                    for k in range(2 * split):
+                        acc = more_scores(acc, ckv.index(s), qa.index(z), qb.index(z), scales.index(4 * s + 2 + k), mma)
                 if t > 0:
-                    a = ex2(-up)
-                    sums = scale_sums(sums, a)
-                    alpha.index(w).store(a)
-                    flagged = 1
-            put_scalar(flag.index(t % 4), flagged)
-            weights = ex2(x)
-            if DS:
-                sums = sums + gl.sum(weights.reshape([4, 2, 8, BN]), 1) * power_of_two(-e)
-            else:
-                sums = sums + gl.sum(weights.reshape([4, 2, 8, BN]), 1)
-            mbarrier.wait(used, used_phase)
-            p.index(w).store(weights.to(gl.float16))
-            fence_async_shared()
-            cta_barrier()
-            mbarrier.arrive(p_ready.index(w), count=1)
-        for v in range(gl.maximum(t - 1, 0), gl.minimum(t + 1, nt)):
-            sv = v % ST
-            pv = v % 2
-            mbarrier.wait(p_ready.index(pv), (v // 2) & 1)
-            oe, oo = accumulate(
-                oe, oo, ckv.index(sv).slice(w * 128, 128, 1), p.index(pv), alpha.index(pv), flag.index(v % 4),
-                scales.index(4 * sv if DS else sv), w, TC, DS,
-            )  # fmt: skip
-            if (v == nt - 1) & (pv != w):  # noqa: SIM102 (the flag is read for the last tile only)
-                if get_scalar(flag.index(v % 4)) > 0:
-                    sums = scale_sums(sums, alpha.index(1 - w).load(cols))
-            cta_barrier()
-            mbarrier.arrive(ckv_empty.index(sv), count=1)
+                    mbarrier.wait(p_ready.index(1 - w), ((t - 1) // 2) & 1)
+                    if get_scalar(flag.index((t - 1) % 4)) > 0:
+                        sums = scale_sums(sums, alpha.index(1 - w).load(cols))
+                m = colmax.load(cols)
+                scale = factor
+                if DS:
+                    scale = factor * power_of_two(e)
+                    m_tile = m - e.to(gl.float32)
+                else:
+                    m_tile = m
+                x = acc * scale - m_tile[None, :]
+                if end > first_limit:
+                    x = hide_rows(x, end - 64, limits, mma)
+                flagged = 0
+                # tile t - 2: then both warpgroups are done with its weights and factors
+                used = ckv_empty.index((t - 2 + ST) % ST)
+                used_phase = ((t - 2 + ST) // ST + 1) & 1
+                if needs_rescale(x, votes.index(w), BN) | (t == 0):
+                    mbarrier.wait(used, used_phase)
+                    up = gl.maximum(column_max(x, p.index(w), cols, BN) - HEADROOM, gl.where(t == 0, -1e29, 0.0))
+                    cta_barrier()
+                    x = x - up[None, :]
+                    colmax.store(m + up)
+                    if t > 0:
+                        a = ex2(-up)
+                        sums = scale_sums(sums, a)
+                        alpha.index(w).store(a)
+                        flagged = 1
+                put_scalar(flag.index(t % 4), flagged)
+                weights = ex2(x)
+                if DS:
+                    sums = sums + gl.sum(weights.reshape([4, 2, 8, BN]), 1) * power_of_two(-e)
+                else:
+                    sums = sums + gl.sum(weights.reshape([4, 2, 8, BN]), 1)
+                mbarrier.wait(used, used_phase)
+                p.index(w).store(weights.to(gl.float16))
+                fence_async_shared()
+                cta_barrier()
+                mbarrier.arrive(p_ready.index(w), count=1)
+            for v in range(gl.maximum(t - 1, 0), gl.minimum(t + 1, nt)):
+                sv = v % ST
+                pv = v % 2
+                mbarrier.wait(p_ready.index(pv), (v // 2) & 1)
+                oe, oo = accumulate(
+                    oe, oo, ckv.index(sv).slice(w * 128, 128, 1), p.index(pv), alpha.index(pv), flag.index(v % 4),
+                    scales.index(4 * sv if DS else sv), w, TC, DS,
+                )  # fmt: skip
+                if (v == nt - 1) & (pv != w):  # noqa: SIM102 (the flag is read for the last tile only)
+                    if get_scalar(flag.index(v % 4)) > 0:
+                        sums = scale_sums(sums, alpha.index(1 - w).load(cols))
+                cta_barrier()
+                mbarrier.arrive(ckv_empty.index(sv), count=1)
     # once the last tile is accumulated, nobody reads the rope query any more
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     total = column_totals(sums, ra.index(0), meet, w, L, 32 if DS else 16, BN)
@@ -324,7 +339,8 @@ def wgmma_decode_kernel(
     nope_stride_t, nope_stride_h, pe_stride_t, pe_stride_h, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
     num_heads, batch, target, causal, invariant, lse_mode, scale_flags, scale_offset,
     BN: gl.constexpr, ST: gl.constexpr, KC: gl.constexpr, TC: gl.constexpr, PAGE: gl.constexpr, BATCH: gl.constexpr,
-    OVERHEAD: gl.constexpr, MIN_CHUNK: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr, num_warps: gl.constexpr,
+    OVERHEAD: gl.constexpr, MIN_CHUNK: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr, OVERLAP: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -367,24 +383,15 @@ def wgmma_decode_kernel(
         mbarrier.init(kpe_full.index(s), count=1)
         mbarrier.init(p_ready.index(s), count=1)
     mbarrier.init(meet, count=2)
-    item = grid_dependency_wait(launch_dependents(gl.program_id(0)))
+    item = gl.program_id(0)
+    if not OVERLAP:
+        item = launch_dependents(item)
+    item = grid_dependency_wait(item)
     kv_start = gl.load(kv_indptr + item * 0)  # for one request: in flight together with its lengths
     valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits, part = find_work(
-        item,
-        qo_indptr,
-        kv_len_arr,
-        sched,
-        batch,
-        num_heads,
-        target,
-        causal,
-        invariant,
-        BN,
-        BATCH,
-        OVERHEAD,
-        num_warps,
+        item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant, BN, BATCH, OVERHEAD, num_warps,
         MIN_CHUNK,
-    )
+    )  # fmt: skip
     if BATCH > 1:
         kv_start = gl.load(kv_indptr + b)
     nt = tile1 - tile0
@@ -463,17 +470,17 @@ def wgmma_decode_kernel(
                         q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
                         limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
                         scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
-                        first_limit, tile0, nt, 0, BN, ST, KC, TC, DS, JOINT,
+                        first_limit, tile0, nt, 0, BN, ST, KC, TC, DS, JOINT, OVERLAP,
                     )),
                     (_warpgroup, (
                         q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
                         limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
                         scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
-                        first_limit, tile0, nt, 1, BN, ST, KC, TC, DS, JOINT,
+                        first_limit, tile0, nt, 1, BN, ST, KC, TC, DS, JOINT, OVERLAP,
                     )),
                     (_load_tiles, (
                         ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, ckv_full, ckv_empty, ST, PAGE, DS,
-                        JOINT,
+                        JOINT, OVERLAP,
                     )),
                     (_load_kpe, (kpe_desc, kv_indices, kv_start, tile0, nt, kpe, kpe_full, p_ready, PAGE)),
                 ], [4, 1, 1], [240, 24, 24])  # fmt: skip

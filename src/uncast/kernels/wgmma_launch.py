@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from uncast.attention.problem import Problem, ProblemSpec
 from uncast.kernels.combine import launch_combine
 from uncast.kernels.launch import Call, Scratch
-from uncast.kernels.schedule import TILE, SplitPlan, item_overhead, plan_splits
+from uncast.kernels.schedule import BATCH_BUCKETS, TILE, SplitPlan, item_overhead, plan_splits
 from uncast.kernels.wgmma_decode import wgmma_decode_kernel
 
 ARCH = 90
@@ -25,6 +25,12 @@ MIN_CHUNK = 1
 """Fewest tiles of a split: a tile's own chain outweighs what a second tile would share."""
 STAGES = {"fp8_e4m3": {16: 5, 32: 5, 64: 4}, "fp8_ds_mla": {16: 4, 32: 4, 64: 3}}
 """Tiles in the ring per layout and block of query rows: as many as fit 227 KB of shared memory."""
+OVERLAP_BATCH = 16
+"""Fewest requests for the overlapped loop: with one it lost 6 to 13 % on an H200, at every length."""
+OVERLAP_TILES = 24
+"""Fewest tiles a multiprocessor for the overlapped loop: of 31, 62 and 124 it saves 5 to 8 %, its start costs as much as 15."""
+OVERLAP_BUCKETS = (32, 64, 128, 256, 4096)
+"""Batch buckets of the overlapped loop: its start is the dearer, the larger the bucket."""
 
 
 def supports(spec: ProblemSpec) -> str | None:
@@ -44,9 +50,9 @@ def supports(spec: ProblemSpec) -> str | None:
     return None
 
 
-def constexprs(layout: str, rows: int, page_size: int, bucket: int) -> dict[str, object]:
+def constexprs(layout: str, rows: int, page_size: int, bucket: int, *, overlap: bool = False) -> dict[str, object]:
     """Compile-time arguments of the kernel for `rows` query rows a CTA (a key of `STAGES[layout]`), a page size and a batch
-    bucket of `schedule`."""
+    bucket of `schedule`. `overlap`: the loop of `wgmma_overlap`, for fp8_e4m3 and 64 rows."""
     scaled = layout == "fp8_ds_mla"
     wide = rows == 16 and not scaled  # few accumulators: longer steps between waits
     return {
@@ -60,6 +66,7 @@ def constexprs(layout: str, rows: int, page_size: int, bucket: int) -> dict[str,
         "MIN_CHUNK": MIN_CHUNK,
         "DS": scaled,
         "JOINT": scaled or rows < 64,
+        "OVERLAP": overlap,
     }
 
 
@@ -73,14 +80,28 @@ def block_rows(rows: int, tiles: int) -> int:
     return 16 if rows <= 16 else min(widest, 32 if rows <= 32 else 64)
 
 
+def overlaps(spec: ProblemSpec, *, batch: int, rows: int, tiles: int, num_sms: int) -> bool:
+    """Whether a plan takes the overlapped loop (`wgmma_overlap`): where it wins, by what is known without the lengths.
+
+    `rows`: query rows of a CTA; `tiles`: as for `block_rows`. A batch-invariant plan never does: its bits must not depend on
+    the batch.
+    """
+    fits = spec.kv_layout == "fp8_e4m3" and rows == 64 and not spec.batch_invariant
+    return fits and batch >= OVERLAP_BATCH and tiles >= OVERLAP_TILES * num_sms
+
+
 @dataclass(frozen=True)
 class WgmmaPlan:
-    """Launch parameters and scratch of one problem; `launch` may be captured in a CUDA graph."""
+    """Launch parameters and scratch of one problem; `launch` may be captured in a CUDA graph.
+
+    `overlap`: the loop of `wgmma_overlap`, and a combine that warms up (`combine`).
+    """
 
     problem: Problem
     splits: SplitPlan
     num_sms: int
     scratch: Scratch
+    overlap: bool = False
 
 
 def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
@@ -93,6 +114,7 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
     most = spec.num_heads * (1 if spec.batch_invariant else spec.max_q_len)
     tiles = problem.batch_size * -(-problem.max_kv_len // TILE) * -(-most // 64)
     rows = block_rows(most, MANY_TILES if spec.batch_invariant else tiles)
+    overlap = overlaps(spec, batch=problem.batch_size, rows=rows, tiles=tiles, num_sms=num_sms)
     splits = plan_splits(
         batch=problem.batch_size,
         total_q=problem.total_q,
@@ -103,10 +125,11 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
         num_ctas=num_sms,
         batch_invariant=spec.batch_invariant,
         min_chunk=MIN_CHUNK,
+        buckets=OVERLAP_BUCKETS if overlap else BATCH_BUCKETS,
     )
     scaled = spec.kv_layout == "fp8_ds_mla"
     scratch = Scratch.allocate(splits, problem.kv_len_arr.device, torch.float16, scaled=scaled)
-    return WgmmaPlan(problem, splits, num_sms, scratch)
+    return WgmmaPlan(problem, splits, num_sms, scratch, overlap)
 
 
 def _descriptors(rows: torch.Tensor, layout: str) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -165,8 +188,8 @@ def launch(plan: WgmmaPlan, call: Call) -> None:
         call.lse_mode,
         call.scale_flags if external else 0,
         scratch.partial_lse.numel(),
-        **constexprs(spec.kv_layout, splits.block_rows, spec.page_size, splits.batch_bucket),
+        **constexprs(spec.kv_layout, splits.block_rows, spec.page_size, splits.batch_bucket, overlap=plan.overlap),
         num_warps=4,
         launch_pdl=True,
     )
-    launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external)
+    launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external, warm=plan.overlap)
