@@ -13,7 +13,8 @@ import torch
 from tests.engine.test_speculation import TEXT, facts, heldout_requests
 from tests.engine.workload import PAGE, alone, make_engine, run_all, tokens_of
 from uncast.engine.core import Engine, EngineConfig
-from uncast.engine.drafted_step import DraftedRequest, DraftedStep
+from uncast.engine.drafted import DraftedRequest
+from uncast.engine.drafted_step import DraftedStep
 from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner
 from uncast.engine.sampler import SamplingParams

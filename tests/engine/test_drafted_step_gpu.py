@@ -10,7 +10,7 @@ import torch
 from tests.engine.test_decode_step_gpu import no_sync
 from uncast.checkpoints.bundled import BUNDLED
 from uncast.checkpoints.load import load_model
-from uncast.engine.drafted_step import DraftedRequest
+from uncast.engine.drafted import DraftedRequest
 from uncast.engine.runner import ModelRunner, Sequence
 from uncast.engine.sampler import Draw
 from uncast.models.decoder import MLADecoder

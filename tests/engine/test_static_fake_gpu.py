@@ -10,7 +10,7 @@ import torch
 from tests.fake_cuda import FakeGpu, HostSync, fake_cuda
 from tests.models.fake_gpu import config_of, meta_model
 from uncast.engine.batch import Batch
-from uncast.engine.drafted_step import DraftedRequest
+from uncast.engine.drafted import DraftedRequest
 from uncast.engine.runner import ModelRunner, RunnerError, Sequence
 from uncast.engine.sampler import Draw
 from uncast.engine.static_step import Staged

@@ -12,7 +12,7 @@ import torch
 
 from uncast.engine.active import ActiveRequest
 from uncast.engine.core import Engine, EngineConfig
-from uncast.engine.drafted_step import Report
+from uncast.engine.drafted import Report
 from uncast.engine.lookahead import DraftedFlight, Flight
 from uncast.engine.request import Request, RequestOutput
 from uncast.engine.runner import ModelRunner, StepBytes

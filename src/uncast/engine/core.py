@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from uncast.engine.active import ActiveRequest
-from uncast.engine.drafted_step import Verified
+from uncast.engine.drafted import Verified
 from uncast.engine.drafting import Drafting
 from uncast.engine.grammar import GrammarError
 from uncast.engine.lookahead import DraftedFlight, Flight, Lookahead

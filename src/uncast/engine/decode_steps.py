@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 import torch
 
 from uncast.attention import MLAPagedAttention, ProblemSpec, Refused
-from uncast.engine.drafted_step import DraftedRequest, DraftedStep
+from uncast.engine.drafted import DraftedRequest
+from uncast.engine.drafted_step import DraftedStep
 from uncast.engine.sequence import Sequence
 from uncast.engine.static_draft import StaticDraft
 from uncast.engine.static_step import BUCKETS, StaticStep, StepParts, StepRequest

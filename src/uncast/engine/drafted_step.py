@@ -22,79 +22,19 @@ and attend to nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 
 from uncast.attention import AttentionPlan, MLAPagedAttention
+from uncast.engine.drafted import DraftedRequest, Report
 from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.graphs import captured, release
 from uncast.engine.sampler import Draw
 from uncast.engine.static_step import KNOWN, StepParts, draw_rows, new_entries, to_device
 from uncast.engine.step_bytes import DraftPasses, counted_at
 from uncast.models.decoder import ForwardBatch
-
-
-@dataclass(frozen=True)
-class DraftedRequest:
-    """One request of a step.
-
-    Attributes:
-        pages: of its rows; those that the step's tokens have none for are not accepted.
-        tokens: the token to run and its drafts; read only if `source` is `KNOWN`.
-        start: the row of the first of them; read only then.
-        most: drafts that may be accepted.
-        source: the request's place in the step before, which left its tokens on the device, else `KNOWN`.
-    """
-
-    pages: Sequence[int]
-    tokens: Sequence[int]
-    start: int
-    most: int
-    source: int = KNOWN
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What a step says of one request: tokens chosen at each of its rows and whether their logits were finite, how many drafts
-    were accepted, and the drafts after the last token."""
-
-    tokens: list[int]
-    finite: list[bool]
-    accepted: int
-    drafts: list[int]
-
-
-class Report:
-    """What a step found, on its way to the host."""
-
-    def __init__(self, results: torch.Tensor, requests: int, drafts: int) -> None:
-        """results: int64 [requests at least, 3 * drafts + 3]."""
-        self._requests, self._q_len = requests, 1 + drafts
-        self._event: Any = None
-        if results.is_cuda:
-            self._host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-            self._host.copy_(results, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._host = results.clone()
-
-    def wait(self) -> None:
-        """Returns when the step is over on the device."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def read(self) -> list[Verified]:
-        """By request; waits for it."""
-        self.wait()
-        q = self._q_len
-        return [
-            Verified(row[:q], [bool(value) for value in row[q : 2 * q]], row[2 * q], row[2 * q + 1 :])
-            for row in self._host[: self._requests].tolist()
-        ]
 
 
 class _Rows:

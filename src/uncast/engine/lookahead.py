@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 
 from uncast.engine.active import ActiveRequest
-from uncast.engine.drafted_step import DraftedRequest, Report
+from uncast.engine.drafted import DraftedRequest, Report
 from uncast.engine.drafter import Drafter
 from uncast.engine.runner import ModelRunner, StepBytes
 from uncast.engine.sampler import Draw

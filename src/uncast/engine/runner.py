@@ -11,7 +11,8 @@ from torch.profiler import record_function
 from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.batch import Batch
 from uncast.engine.decode_steps import DecodeSteps, graph_refusal
-from uncast.engine.drafted_step import DraftedRequest, DraftedStep, Report, Verified
+from uncast.engine.drafted import DraftedRequest, Report, Verified
+from uncast.engine.drafted_step import DraftedStep
 from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
 from uncast.engine.labels import step_label
 from uncast.engine.planning import Planning
