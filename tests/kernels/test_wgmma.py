@@ -235,6 +235,27 @@ class TestOnHopper:
             row, whole = relative_errors(out, mla_oracle(problem, q_nope, q_pe, pool)[0])
             assert row <= 1e-2 and whole <= 2.5e-3, heads
 
+    @pytest.mark.parametrize("kv_lens", [[1, 449], [65, 449], [192, 449], [257, 449], [4033, 70, 0], [700] * 40])
+    def test_the_overlapped_loop(self, monkeypatch: pytest.MonkeyPatch, kv_lens: list[int]) -> None:
+        monkeypatch.setattr(wgmma_launch, "block_rows", lambda rows, tiles: 64)
+        monkeypatch.setattr(wgmma_launch, "OVERLAP_BATCH", 1)
+        monkeypatch.setattr(wgmma_launch, "OVERLAP_TILES", 0)
+        generator = torch.Generator().manual_seed(len(kv_lens))
+        for heads in (64, 128):
+            problem = make_problem(kv_lens, [1] * len(kv_lens), spec_of(num_heads=heads), "cuda")
+            assert wgmma_launch.make_plan(problem, 132).overlap
+            pool = pool_of(problem, [e4m3_rows(n, generator) for n in kv_lens])
+            q_nope, q_pe = queries(problem)
+            out, lse = run(problem, q_nope, q_pe, pool)
+            again, _ = run(problem, q_nope, q_pe, pool)
+            expected, expected_lse = mla_oracle(problem, q_nope, q_pe, pool)
+            row, whole = relative_errors(out, expected)
+            live = expected_lse.isfinite()
+            assert row <= 1e-2 and whole <= 2.5e-3 and torch.equal(out, again), heads
+            assert torch.equal(lse.isfinite(), live) and torch.allclose(
+                lse.double()[live], expected_lse[live], atol=5e-3
+            )
+
     @pytest.mark.parametrize("heads", [16, 32, 64])
     @pytest.mark.parametrize("kind", ["powers of two, 2^16 apart", "any"])
     def test_scales_inside_the_row(self, heads: int, kind: str) -> None:
