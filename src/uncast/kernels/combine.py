@@ -9,7 +9,8 @@ Floor: each partial row is read once (1 or 2 KB) and mostly comes from L2. Work 
 fixed grid walks the groups that the attention kernel published, so a batch without splits costs one load per program. On sm_90
 it is launched with programmatic dependent launch: its launch overlaps the attention kernel's end. The order of the
 additions depends on the number of splits only, so results repeat bitwise. The code is small on purpose: it runs once per
-layer, and what a stream of cache rows leaves of it in L2 and the instruction caches has to be fetched again.
+layer, and what a stream of cache rows leaves of it in L2 and the instruction caches has to be fetched again. WARM, for long
+attention kernels that let it start shortly before their end: program 0 runs through it once while the others still wait.
 """
 
 from __future__ import annotations
