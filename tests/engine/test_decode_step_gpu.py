@@ -113,8 +113,8 @@ def test_a_crowd_equals_solo_runs_bit_for_bit(models: dict[str, tuple[MLADecoder
     for request in requests:
         name, got = request.request_id, outputs[request.request_id]
         expected = alone(single, request)
-        count = min(len(crowd.logits[name]), len(single.logits[name]))
-        assert torch.equal(torch.stack(crowd.logits[name][:count]), torch.stack(single.logits[name][:count]))
+        # an aborted request has fewer rows, perhaps none
+        assert all(torch.equal(a, b) for a, b in zip(crowd.logits[name], single.logits[name], strict=False))
         if got[-1].finish_reason != "abort":
             assert facts(got) == facts(expected)
 
