@@ -2,8 +2,8 @@
 
     python benchmarks/prefill_steps.py prefill.json [--layers 4] [--tokens 8192]
 
-Layers of GLM-4.7-Flash with random weights, an `fp8_e4m3` cache, eager steps of the engine's runner. Per step: milliseconds until
-the host is through with it, and until the GPU is; then torch's profile of the kernels of one more prompt.
+Layers of GLM-4.7-Flash with random weights, an `fp8_e4m3` cache, eager steps of the engine's runner. Per step the time until
+the host is through with it and until the GPU is, then torch's profile of the kernels of one more prompt.
 """
 
 from __future__ import annotations

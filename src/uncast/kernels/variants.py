@@ -48,7 +48,7 @@ from uncast.kernels.mma_decode import mma_decode_kernel
 from uncast.kernels.mma_sparse import mma_sparse_kernel
 from uncast.kernels.schedule import BATCH_BUCKETS
 from uncast.kernels.unpack import NATIVE_ARCH
-from uncast.kernels.variant import CHIPS, Variant, types_of
+from uncast.kernels.variant import CHIPS, MAX_SPILL_BYTES, Variant, types_of
 from uncast.kernels.wgmma_decode import wgmma_decode_kernel
 from uncast.kernels.wgmma_sparse import wgmma_sparse_kernel
 from uncast.latent.index_keys import index_layout
@@ -101,6 +101,11 @@ def _mma_variants() -> Iterator[Variant]:
                         yield Variant(name, mma_decode_kernel, types, args, part)
 
 
+def _spill(layout: str, rows: int) -> int:
+    """Rows of 64 with fp8_ds_mla spill up to 272 B with Triton 3.6 and 728 B with 3.9."""
+    return 768 if (layout, rows) == ("fp8_ds_mla", 64) else MAX_SPILL_BYTES
+
+
 def _wgmma_variants() -> Iterator[Variant]:
     for layout in wgmma_launch.LAYOUTS:
         for rows in wgmma_launch.STAGES[layout]:
@@ -113,11 +118,11 @@ def _wgmma_variants() -> Iterator[Variant]:
                 ckv, kpe = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128 if ds else 64, 16, 2)
                 types = types_of(
                     wgmma_decode_kernel, args, q_nope=f"*{dtype}", q_pe=f"*{dtype}", out=f"*{dtype}", partial_o="*fp16",
-                    cache_words="*fp32", ckv_desc=f"tensordesc<i16[64,256],{ckv!r}>",
+                    cache_words="*fp32", ckv_desc=f"tensordesc<i16[64,128],{ckv!r}>",
                     kpe_desc=f"tensordesc<i16[64,{64 if ds else 32}],{kpe!r}>",
                 )  # fmt: skip
                 name = f"wgmma_{layout}_{dtype}_rows{rows}_page{page}_batch{bucket}{'_overlap' if overlap else ''}"
-                yield Variant(name, wgmma_decode_kernel, types, args, (90,))
+                yield Variant(name, wgmma_decode_kernel, types, args, (90,), max_spill=_spill(layout, rows))
 
 
 def _combine_variants() -> Iterator[Variant]:
@@ -221,7 +226,8 @@ def sparse_variants() -> Iterator[Variant]:
                 wgmma_sparse_kernel, args, q_nope="*bf16", q_pe="*bf16", out="*bf16", partial_o="*fp16", ckv_base="*i16",
                 kpe_base="*i16", cache_words="*fp32", indices="*i32",
             )  # fmt: skip
-            yield Variant(f"wgmma_sparse_{layout}_rows{rows}", wgmma_sparse_kernel, types, args, (90,))
+            spill = _spill(layout, rows)
+            yield Variant(f"wgmma_sparse_{layout}_rows{rows}", wgmma_sparse_kernel, types, args, (90,), max_spill=spill)
     for native in (True, False):
         claimed = tuple(chip for chip in CHIPS if (chip >= NATIVE_ARCH) == native)
         for group, heads in ((1, 64), (index_select.ROWS, 32)):

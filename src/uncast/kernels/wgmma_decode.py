@@ -7,7 +7,7 @@ swapped: S^T[64, BN] = K Q^T and O^T[512, BN] = V^T P^T with K and V^T as regist
     shared memory    ring of ST tiles, 32,768 B of latent each, and rope: 4,096 B (fp8_ds_mla: 8,192 B, and 2,048 B of scales)
                      per tile, as deep as the ring (JOINT) or, where that does not fit (fp8_e4m3, BN 64), two
                      Q 1,024 BN B of fp16 and its rope 128 BN B; P 2 x 128 BN B
-                     total for BN 16 / 32 / 64: fp8_e4m3 207,760 / 230,608 / 231,248 B, fp8_ds_mla 195,536 / 218,384 / 221,072 B
+                     total for BN 16 / 32 / 64: fp8_e4m3 207,824 / 230,672 / 231,312 B, fp8_ds_mla 195,632 / 218,480 / 221,136 B
     registers        O^T of one warpgroup: its 256 channels, even in `oe`, odd in `oo`, 2 x [128, BN] fp32; 240 a thread
 
     warpgroup w = 0, 1   S^T and softmax of tiles w, w + 2, ...; its half of O^T for every tile; P exchanged by `p`
@@ -20,8 +20,11 @@ the combine may start only when the last tiles are under way, so that its code i
 A split's results are fp16: fp8_ds_mla's as multiples of 2^E, E the largest of its tiles' exponents, because its latents may
 exceed fp16's range (they are below 448 * 2^(E + 7)); 2^E of each row lies `scale_offset` behind its `partial_lse`.
 
-Barriers: `ckv_full`/`ckv_empty` per slot (empty: both warpgroups have accumulated the tile, hence also its P, flag and
-factors are free), `p_ready` per parity of the tile (P, column maximum, flag and factors are published), `meet` (both).
+A slot holds a tile's halves apart, channels 0..255 and 256..511: warpgroup w accumulates from half w, so a half is free when
+that one warpgroup is done. Warpgroup w reads half 1 - w of its tile first: with three slots that is the half freed first.
+
+Barriers: `ckv_full`/`ckv_empty` per half (empty: its warpgroup has accumulated the tile, hence also its P, flag and
+factors are free for it), `p_ready` per parity of the tile (P, column maximum, flag and factors are published), `meet` (both).
 Softmax is base 2 and lazy: the column maximum moves only when a score exceeds it by 2^10; then `flag` is set and `alpha`
 holds the factors. The tile at a request's end is cleaned in shared memory, since weight 0 times a NaN code is NaN.
 
@@ -82,7 +85,7 @@ def _load_tiles(
     ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, full, empty, ST: gl.constexpr, PAGE: gl.constexpr,
     DS: gl.constexpr, JOINT: gl.constexpr, OVERLAP: gl.constexpr = False,
 ):  # fmt: skip
-    """TMA warp: latent (and with JOINT the rope) of tile t goes to slot t % ST."""
+    """TMA warp: latent (and with JOINT the rope) of tile t goes to slot t % ST, first the half that is read first."""
     PER: gl.constexpr = PAGE // 64
     last = (tile0 + nt - 1) // PER
     for first in range(tile0 // PER, last + 1, 32):
@@ -91,13 +94,18 @@ def _load_tiles(
             row = _page(pages, tile // PER - first) * PAGE + tile % PER * 64
             t = tile - tile0
             s = t % ST
-            mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
+            early = 1 - t % 2
+            mbarrier.wait(empty.index(2 * s + early), ((t // ST) & 1) ^ 1)
             if JOINT:
-                mbarrier.expect(full.index(s), 64 * (512 + (128 if DS else 64)))
-                tma_load(kpe_desc, [row, 264 if DS else 256], full.index(s), kpe.index(s))
+                mbarrier.expect(full.index(2 * s + early), 64 * (256 + (128 if DS else 64)))
+                tma_load(kpe_desc, [row, 264 if DS else 256], full.index(2 * s + early), kpe.index(s))
             else:
-                mbarrier.expect(full.index(s), 64 * 512)
-            tma_load(ckv_desc, [row, 0], full.index(s), ckv.index(s))
+                mbarrier.expect(full.index(2 * s + early), 64 * 256)
+            tma_load(ckv_desc, [row, early * 128], full.index(2 * s + early), ckv.index(2 * s + early))
+            late = t % 2
+            mbarrier.wait(empty.index(2 * s + late), ((t // ST) & 1) ^ 1)
+            mbarrier.expect(full.index(2 * s + late), 64 * 256)
+            tma_load(ckv_desc, [row, late * 128], full.index(2 * s + late), ckv.index(2 * s + late))
     if OVERLAP:  # so late that this kernel's cache rows do not evict the combine's code again
         launch_dependents(nt)
 
@@ -151,7 +159,8 @@ def _load_scales(
             e = gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
             t = tile - tile0
             s = t % ST
-            mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
+            mbarrier.wait(empty.index(2 * s), ((t // ST) & 1) ^ 1)
+            mbarrier.wait(empty.index(2 * s + 1), ((t // ST) & 1) ^ 1)
             v = v * power_of_two(-e)
             scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
             inexact = gl.max(gl.max(v.to(gl.int32, bitcast=True) & 0x7FFFFF, 1), 0)
@@ -193,6 +202,7 @@ def _warpgroup(
             kpe_full, p_ready, kv_len, first_limit, tile0, w, BN, ST, KC,
         )  # fmt: skip
     else:
+        SS: gl.constexpr = scales_ready.shape[0]
         nj = (nt + 1) // 2
         if w == 0:
             nj = nt // 2 + 1
@@ -201,33 +211,41 @@ def _warpgroup(
             if t < nt:
                 s = t % ST
                 end = (tile0 + t) * 64 + 64
+                ss = t % SS
+                early = 2 * s + 1 - w
+                late = 2 * s + w
+                phase = (t // ST) & 1
                 if end > kv_len:
-                    mbarrier.wait(ckv_full.index(s), (t // ST) & 1)
-                    clean_rows(ckv.index(s), kv_len - end + 64)
+                    mbarrier.wait(ckv_full.index(early), phase)
+                    mbarrier.wait(ckv_full.index(late), phase)
+                    clean_rows(ckv.index(early), kv_len - end + 64)
+                    clean_rows(ckv.index(late), kv_len - end + 64)
                     cta_barrier()
                 z = opaque_zero(t)
                 e = 0
                 split = 0
                 if DS:
-                    mbarrier.wait(scales_ready.index(s), (t // ST) & 1)
-                    e = get_scalar(exponents.index(s))
+                    mbarrier.wait(scales_ready.index(ss), (t // SS) & 1)
+                    e = get_scalar(exponents.index(ss))
                     split = e & 1
                     e = e >> 1
                 if JOINT:
                     acc = scores(
-                        ckv.index(s), kpe.index(s), ckv_full.index(s), (t // ST) & 1, ckv_full.index(s), 0,
-                        qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * s + split), e, mma, BN, KC, DS,
-                        JOINT,
+                        ckv.index(early), ckv.index(late), kpe.index(s), ckv_full.index(early), phase, ckv_full.index(early),
+                        ckv_full.index(late), phase, qa.index(z), qb.index(z), ra.index(z), rb.index(z),
+                        scales.index(4 * ss + split), e, w, mma, BN, KC, DS, JOINT,
                     )  # fmt: skip
                 else:
                     acc = scores(
-                        ckv.index(s), kpe.index(w), kpe_full.index(w), j & 1, ckv_full.index(s), (t // ST) & 1,
-                        qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * s + split), e, mma, BN, KC, DS,
-                        JOINT,
+                        ckv.index(early), ckv.index(late), kpe.index(w), kpe_full.index(w), j & 1, ckv_full.index(early),
+                        ckv_full.index(late), phase, qa.index(z), qb.index(z), ra.index(z), rb.index(z),
+                        scales.index(4 * ss + split), e, w, mma, BN, KC, DS, JOINT,
                     )  # fmt: skip
                 if DS:
                     for k in range(2 * split):
-                        acc = more_scores(acc, ckv.index(s), qa.index(z), qb.index(z), scales.index(4 * s + 2 + k), mma)
+                        part = scales.index(4 * ss + 2 + k)
+                        acc = more_scores(acc, ckv.index(early), 1 - w, qa.index(z), qb.index(z), part, mma)
+                        acc = more_scores(acc, ckv.index(late), w, qa.index(z), qb.index(z), part, mma)
                 if t > 0:
                     mbarrier.wait(p_ready.index(1 - w), ((t - 1) // 2) & 1)
                     if get_scalar(flag.index((t - 1) % 4)) > 0:
@@ -243,8 +261,8 @@ def _warpgroup(
                 if end > first_limit:
                     x = hide_rows(x, end - 64, limits, mma)
                 flagged = 0
-                # tile t - 2: then both warpgroups are done with its weights and factors
-                used = ckv_empty.index((t - 2 + ST) % ST)
+                # tile t - 2: the other warpgroup, like this one, is done with its weights and factors
+                used = ckv_empty.index(2 * ((t - 2 + ST) % ST) + 1 - w)
                 used_phase = ((t - 2 + ST) // ST + 1) & 1
                 if needs_rescale(x, votes.index(w), BN) | (t == 0):
                     mbarrier.wait(used, used_phase)
@@ -273,14 +291,14 @@ def _warpgroup(
                 pv = v % 2
                 mbarrier.wait(p_ready.index(pv), (v // 2) & 1)
                 oe, oo = accumulate(
-                    oe, oo, ckv.index(sv).slice(w * 128, 128, 1), p.index(pv), alpha.index(pv), flag.index(v % 4),
-                    scales.index(4 * sv if DS else sv), w, TC, DS,
+                    oe, oo, ckv.index(2 * sv + w), p.index(pv), alpha.index(pv), flag.index(v % 4),
+                    scales.index(4 * (v % SS) if DS else sv), w, TC, DS,
                 )  # fmt: skip
                 if (v == nt - 1) & (pv != w):  # noqa: SIM102 (the flag is read for the last tile only)
                     if get_scalar(flag.index(v % 4)) > 0:
                         sums = scale_sums(sums, alpha.index(1 - w).load(cols))
                 cta_barrier()
-                mbarrier.arrive(ckv_empty.index(sv), count=1)
+                mbarrier.arrive(ckv_empty.index(2 * sv + w), count=1)
     # once the last tile is accumulated, nobody reads the rope query any more
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     total = column_totals(sums, ra.index(0), meet, w, L, 32 if DS else 16, BN)
@@ -348,7 +366,7 @@ def wgmma_decode_kernel(
     r_smem: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     p_smem: gl.constexpr = gl.NVMMASharedLayout(128 if BN >= 64 else 2 * BN, 16, 2)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ckv = gl.allocate_shared_memory(gl.int16, [ST, 64, 256], ckv_desc.layout)
+    ckv = gl.allocate_shared_memory(gl.int16, [2 * ST, 64, 128], ckv_desc.layout)
     kpe = gl.allocate_shared_memory(gl.int16, [ST if JOINT else 2, 64, 64 if DS else 32], kpe_desc.layout)
     qa = gl.allocate_shared_memory(gl.float16, [1, BN, 256], q_smem)
     qb = gl.allocate_shared_memory(gl.float16, [1, BN, 256], q_smem)
@@ -370,14 +388,15 @@ def wgmma_decode_kernel(
     offsets = gl.allocate_shared_memory(gl.int32, [BN], s1)
     votes = gl.allocate_shared_memory(gl.int32, [3, 4], s1)
     state = gl.allocate_shared_memory(gl.int32, [6 if DS else 4, 1], s1)
-    ckv_full = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
-    ckv_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
+    ckv_full = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], bar)
+    ckv_empty = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], bar)
     kpe_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     meet = gl.allocate_shared_memory(gl.int64, [1], bar)
-    for s in gl.static_range(ST):
+    for s in gl.static_range(2 * ST):
         mbarrier.init(ckv_full.index(s), count=1)
-        mbarrier.init(ckv_empty.index(s), count=2)
+        mbarrier.init(ckv_empty.index(s), count=1)
+    for s in gl.static_range(ST):
         mbarrier.init(scales_ready.index(s), count=1)
     for s in gl.static_range(2):
         mbarrier.init(kpe_full.index(s), count=1)

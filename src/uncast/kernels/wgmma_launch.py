@@ -54,7 +54,7 @@ def constexprs(layout: str, rows: int, page_size: int, bucket: int, *, overlap: 
     """Compile-time arguments of the kernel for `rows` query rows a CTA (a key of `STAGES[layout]`), a page size and a batch
     bucket of `schedule`. `overlap`: the loop of `wgmma_overlap`, for fp8_e4m3 and 64 rows."""
     scaled = layout == "fp8_ds_mla"
-    wide = rows == 16 and not scaled  # few accumulators: longer steps between waits
+    wide = rows == 16 or (scaled and rows == 32)  # few accumulators: longer steps between waits
     return {
         "BN": rows,
         "ST": STAGES[layout][rows],
@@ -135,7 +135,7 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
 def _descriptors(rows: torch.Tensor, layout: str) -> tuple[TensorDescriptor, TensorDescriptor]:
     """TMA descriptors of a tile's latent and rope in a pool viewed as `rows` [rows, row_bytes / 2] int16."""
     wide, narrow = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(64, 16, 2)
-    ckv = TensorDescriptor.from_tensor(rows, [64, 256], wide)
+    ckv = TensorDescriptor.from_tensor(rows, [64, 128], wide)
     if layout == "fp8_ds_mla":
         return ckv, TensorDescriptor.from_tensor(rows, [64, 64], wide)
     return ckv, TensorDescriptor.from_tensor(rows, [64, 32], narrow)

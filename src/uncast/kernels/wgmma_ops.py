@@ -1,7 +1,7 @@
 """Building blocks of the Hopper attention kernels (`wgmma_decode`): operands, softmax and output of one warpgroup.
 
-A tile of 64 cache rows lies in shared memory as it lies in the cache, read as uint16 *channel pairs*: ckv [64, 256],
-kpe [64, 32]. `ldmatrix` gives rows x channels (K), `ldmatrix.trans` gives channels x rows (V^T). Unpacking a 32-bit
+A tile of 64 cache rows lies in shared memory as it lies in the cache, read as uint16 *channel pairs*: ckv two halves of
+[64, 128], kpe [64, 32]. `ldmatrix` gives rows x channels (K), `ldmatrix.trans` gives channels x rows (V^T). Unpacking a 32-bit
 register of e4m3 yields two fp16x2 registers that are already MMA operands, so no 16-bit copy of the cache exists anywhere:
 
     K    register = channels 4i..4i+3 of one row     -> (4i, 4i+1) and (4i+2, 4i+3), contracted with `qa` and `qb`
@@ -97,10 +97,10 @@ def power_of_two(e):
 
 @gluon.jit
 def clean_rows(tile, live):
-    """Zeroes the rows from `live` on of a ckv tile [64, 256]: 0 weight times a NaN code behind a request's end is NaN."""
+    """Zeroes the rows from `live` on of half a ckv tile [64, 128]: 0 weight times a NaN code behind a request's end is NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     ok = gl.arange(0, 64, gl.SliceLayout(1, L)) < live
-    for c in gl.static_range(8):
+    for c in gl.static_range(4):
         part = tile.slice(c * 32, 32, 1)
         part.store(gl.where(ok[:, None], part.load(L), 0))
 
@@ -117,12 +117,15 @@ def _keys(raw, scales, c: gl.constexpr, KC: gl.constexpr, DS: gl.constexpr):
 
 @gluon.jit
 def scores(
-    ckv, kpe, kpe_full, kpe_phase, ckv_full, ckv_phase, qa, qb, ra, rb, scales, e, mma: gl.constexpr, BN: gl.constexpr,
-    KC: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr,
+    early, late, kpe, kpe_full, kpe_phase, early_full, late_full, ckv_phase, qa, qb, ra, rb, scales, e, w: gl.constexpr,
+    mma: gl.constexpr, BN: gl.constexpr, KC: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
-    """S^T [64, BN] = K Q^T of a tile (unscaled accumulators). Conversions of a chunk run while the previous one multiplies."""
+    """S^T [64, BN] = K Q^T of a tile (unscaled accumulators). Conversions of a chunk run while the previous one multiplies.
+    early, late: the tile's halves 1 - w and w."""
     op: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    NC: gl.constexpr = 256 // KC
+    NC: gl.constexpr = 128 // KC
+    EARLY: gl.constexpr = 128 - 128 * w
+    LATE: gl.constexpr = 128 * w - 128
     mbarrier.wait(kpe_full, kpe_phase)
     acc = gl.zeros([64, BN], gl.float32, mma)
     if DS:
@@ -134,14 +137,21 @@ def scores(
         acc = warpgroup_mma(ka, ra.permute((1, 0)), acc, use_acc=False, is_async=True)
         acc = warpgroup_mma(kb, rb.permute((1, 0)), acc, is_async=True)
     if not JOINT:
-        mbarrier.wait(ckv_full, ckv_phase)
-    raw = ckv.slice(0, KC, 1).load(op)
-    for c in gl.static_range(NC):
-        kc, kd = _keys(raw, scales, c, KC, DS)
+        mbarrier.wait(early_full, ckv_phase)
+    raw = early.slice(0, KC, 1).load(op)
+    for c in gl.static_range(2 * NC):
+        kc, kd = _keys(raw, scales, (EARLY if c < NC else LATE) // KC + c, KC, DS)
         if c + 1 < NC:
-            raw = ckv.slice((c + 1) * KC, KC, 1).load(op)
-        acc = warpgroup_mma(kc, qa.slice(c * KC, KC, 1).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma(kd, qb.slice(c * KC, KC, 1).permute((1, 0)), acc, is_async=True)
+            raw = early.slice((c + 1) * KC, KC, 1).load(op)
+        elif c + 1 > NC and c + 1 < 2 * NC:
+            raw = late.slice((c + 1 - NC) * KC, KC, 1).load(op)
+        q1 = qa.slice((EARLY if c < NC else LATE) + c * KC, KC, 1)
+        q2 = qb.slice((EARLY if c < NC else LATE) + c * KC, KC, 1)
+        acc = warpgroup_mma(kc, q1.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(kd, q2.permute((1, 0)), acc, is_async=True)
+        if c + 1 == NC:
+            mbarrier.wait(late_full, ckv_phase)
+            raw = late.slice(0, KC, 1).load(op)
         acc, ka, kb = warpgroup_mma_wait(2, deps=[acc, ka, kb])
         ka = kc
         kb = kd
@@ -150,13 +160,13 @@ def scores(
 
 
 @gluon.jit
-def more_scores(acc, ckv, qa, qb, scales, mma: gl.constexpr):
-    """Adds the latent product of a tile whose keys are multiplied by `scales` (fp16 [4, 64]): few registers, not fast."""
+def more_scores(acc, ckv, half: gl.constexpr, qa, qb, scales, mma: gl.constexpr):
+    """Adds the product of half a tile whose keys are multiplied by `scales` (fp16 [4, 64]): few registers, not fast."""
     op: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    for c in gl.static_range(16):
-        ka, kb = _keys(ckv.slice(c * 16, 16, 1).load(op), scales, c, 16, True)
-        acc = warpgroup_mma(ka, qa.slice(c * 16, 16, 1).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma(kb, qb.slice(c * 16, 16, 1).permute((1, 0)), acc, is_async=True)
+    for c in gl.static_range(8):
+        ka, kb = _keys(ckv.slice(c * 16, 16, 1).load(op), scales, half * 8 + c, 16, True)
+        acc = warpgroup_mma(ka, qa.slice(half * 128 + c * 16, 16, 1).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(kb, qb.slice(half * 128 + c * 16, 16, 1).permute((1, 0)), acc, is_async=True)
         acc, ka, kb = warpgroup_mma_wait(0, deps=[acc, ka, kb])
     return acc
 
@@ -170,10 +180,10 @@ def seven_bits(x):
 @gluon.jit
 def hide_rows(x, tile_row0, limits, mma: gl.constexpr):
     """Masks the scores of rows that a query must not see. `limits`: int32 [BN], the number of rows each query sees; or, sparse,
-    [ST, 64], whether the rows of the tile in each slot are selected."""
+    [2 ST, 64], the numbers of a tile's rows in the pool, negative for one that is not selected."""
     if limits.rank == 2:
-        selected = limits.index(tile_row0 // 64 % limits.shape[0]).load(gl.SliceLayout(1, mma))
-        hidden = gl.where((selected != 0)[:, None], x, HIDDEN)
+        number = limits.index(tile_row0 // 64 % limits.shape[0]).load(gl.SliceLayout(1, mma))
+        hidden = gl.where((number >= 0)[:, None], x, HIDDEN)
     else:
         rows = tile_row0 + gl.arange(0, 64, gl.SliceLayout(1, mma))
         hidden = gl.where(rows[:, None] < limits.load(gl.SliceLayout(0, mma))[None, :], x, HIDDEN)

@@ -68,16 +68,21 @@ def _weigh_tile(
     """Warpgroup w publishes the weights of its tile t and accumulates tile t - 1. Returns oe, oo and the softmax sums."""
     mma: gl.constexpr = oe.type.layout
     cols: gl.constexpr = gl.SliceLayout(0, mma)
-    s = t % ST
+    early = 2 * (t % ST) + 1 - w
+    late = 2 * (t % ST) + w
+    phase = (t // ST) & 1
     end = (tile0 + t) * 64 + 64
     if end > kv_len:
-        mbarrier.wait(ckv_full.index(s), (t // ST) & 1)
-        clean_rows(ckv.index(s), kv_len - end + 64)
+        mbarrier.wait(ckv_full.index(early), phase)
+        mbarrier.wait(ckv_full.index(late), phase)
+        clean_rows(ckv.index(early), kv_len - end + 64)
+        clean_rows(ckv.index(late), kv_len - end + 64)
         cta_barrier()
     z = opaque_zero(t)
     acc = scores(
-        ckv.index(s), kpe.index(w), kpe_full.index(w), (t // 2) & 1, ckv_full.index(s), (t // ST) & 1,
-        qa.index(z), qb.index(z), ra.index(z), rb.index(z), ckv.index(s), 0, mma, BN, KC, False, False,
+        ckv.index(early), ckv.index(late), kpe.index(w), kpe_full.index(w), (t // 2) & 1, ckv_full.index(early),
+        ckv_full.index(late), phase, qa.index(z), qb.index(z), ra.index(z), rb.index(z), ckv.index(early), 0, w, mma, BN, KC,
+        False, False,
     )  # fmt: skip
     # tile t - 1: its weights, column maxima and flag (a fresh barrier lets tile 0 pass)
     u = gl.maximum(t - 1, 0)
@@ -87,7 +92,7 @@ def _weigh_tile(
         sums = scale_sums(sums, a)
         oe = oe * a[None, :]
         oo = oo * a[None, :]
-    last_ckv = ckv.index(u % ST).slice(w * 128, 128, 1)
+    last_ckv = ckv.index(2 * (u % ST) + w)
     last_p = p.index(1 - w)
     raw = _load_step(last_ckv, 0, mma)
     m = colmax.load(cols)
@@ -95,7 +100,8 @@ def _weigh_tile(
     if end > first_limit:
         x = hide_rows(x, end - 64, limits, mma)
     flagged = 0
-    used = ckv_empty.index((t - 2 + ST) % ST)  # tile t - 2: then both warpgroups are done with its weights and factors
+    # tile t - 2: the other warpgroup, like this one, is done with its weights and factors
+    used = ckv_empty.index(2 * ((t - 2 + ST) % ST) + 1 - w)
     used_phase = ((t - 2 + ST) // ST + 1) & 1
     ve, vo = unpack_values(raw, True)
     raw = _load_step(last_ckv, 1, mma)
@@ -131,7 +137,7 @@ def _weigh_tile(
     oe, oo, ve, vo = warpgroup_mma_wait(0, deps=[oe, oo, ve, vo])
     cta_barrier()
     mbarrier.arrive(p_ready.index(w), count=1)
-    mbarrier.arrive(ckv_empty.index(u % ST), count=1, pred=t > 0)
+    mbarrier.arrive(ckv_empty.index(2 * (u % ST) + w), count=1, pred=t > 0)
     return oe, oo, sums
 
 
@@ -143,11 +149,10 @@ def _accumulate_tile(
     s = v % ST
     mbarrier.wait(p_ready.index(v % 2), (v // 2) & 1)
     oe, oo = accumulate(
-        oe, oo, ckv.index(s).slice(w * 128, 128, 1), p.index(v % 2), alpha.index(v % 2), flag.index(v % 4), ckv.index(s), w, TC,
-        False,
+        oe, oo, ckv.index(2 * s + w), p.index(v % 2), alpha.index(v % 2), flag.index(v % 4), ckv.index(s), w, TC, False,
     )  # fmt: skip
     cta_barrier()
-    mbarrier.arrive(ckv_empty.index(s), count=1)
+    mbarrier.arrive(ckv_empty.index(2 * s + w), count=1)
     return oe, oo
 
 

@@ -3,15 +3,16 @@
 One CTA per SM owns one item of `sparse_ops`: BN heads of one query token and a range of its selected rows in tiles of 64. The
 two warpgroups that compute, their registers and barriers are those of `wgmma_decode`; the TMA warps are replaced:
 
-    row warp             position (two tiles ahead) -> row number (one tile ahead) -> `numbers` and `chosen` of the tile's slot
-    gather warps 0, 1    row numbers -> cp.async of the rows, 512 contiguous bytes a warp: latent, rope and, fp8_ds_mla, the
-                         scales as they are; completes on `ckv_full`. A number of -1 becomes zeros. Any page size
+    row warp             position (two tiles ahead) -> row number (one tile ahead) -> `numbers`, ahead of the copies
+    gather warps 0, 1    row numbers -> cp.async of half a tile's rows, 256 contiguous bytes each; with the half that is read
+                         first, rope and, fp8_ds_mla, the scales as they are; completes on that half's `ckv_full`. A number of
+                         -1 becomes zeros. Any page size
     scale warp           fp8_ds_mla: a tile's scales as fp16 times a power of two, as in `wgmma_decode`, from shared memory
 
 A split's results are fp16 and, for fp8_ds_mla, in units of 2^E as in `wgmma_decode`.
 
-Shared memory is that of `wgmma_decode` with a rope slot for each latent slot (JOINT), 512 B of `numbers` and `chosen` and
-(fp8_ds_mla) 1,024 B of raw scales per slot; fp8_e4m3 has 3 slots at BN 64.
+Shared memory is that of `wgmma_decode` with a rope slot for each latent slot (JOINT), 512 B of `numbers` and
+(fp8_ds_mla) 1,024 B of raw scales per slot and one more slot of scales; fp8_e4m3 has 3 slots at BN 64.
 
 Floor: row_bytes per selected row and query token (L2 keeps what the head blocks of a token share), or 2 * 1088 FLOP per head
 and selected row.
@@ -33,56 +34,63 @@ ALL_LIVE = gl.constexpr(2147483647)
 
 @gluon.jit
 def _find_rows(
-    line, pages, first, end, nt, kv_len, page_shift, numbers, chosen, ready, full, empty, ST: gl.constexpr,
+    line, pages, first, end, nt, kv_len, page_shift, numbers, ready, full, ST: gl.constexpr,
 ):  # fmt: skip
-    """Row warp: the pool's row numbers of tile t, -1 for none, into `numbers` [ST, 64], and whether there is one."""
+    """Row warp: the pool's row numbers of tile t, -1 for none, into slot t % (2 ST) of `numbers` [2 ST, 64], as soon as tile
+    t - ST has landed: then tile t - 2 ST, which had the slot, is done."""
     L: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     at = first + gl.arange(0, 64, L)
     rows = slots(pages, entries(line, at, end), kv_len, page_shift)
     position = entries(line, at + 64, end)
     for t in range(nt):
-        s = t % ST
+        n = t % (2 * ST)
         following = slots(pages, position, kv_len, page_shift)
         position = entries(line, at + (t + 2) * 64, end)
-        mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
-        numbers.index(s).store(rows)
-        chosen.index(s).store((rows >= 0).to(gl.int32))
+        mbarrier.wait(full.index(2 * (t % ST) + t % 2), ((t // ST) & 1) ^ 1)
+        numbers.index(n).store(rows)
         cta_barrier()
-        mbarrier.arrive(ready.index(s), count=1)
-        mbarrier.arrive(full.index(s), count=1)
+        mbarrier.arrive(ready.index(n), count=1)
         rows = following
 
 
 @gluon.jit
 def _gather_tiles(
-    ckv_base, kpe_base, words, numbers, ready, ckv, kpe, raw_scales, full, nt, ST: gl.constexpr, DS: gl.constexpr,
+    ckv_base, kpe_base, words, numbers, ready, ckv, kpe, raw_scales, full, empty, nt, ST: gl.constexpr, DS: gl.constexpr,
 ):  # fmt: skip
-    """Gather warps: the rows of tile t into slot t % ST; every thread arrives on `full` when its copies have landed."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
+    """Gather warps: the rows of tile t into slot t % ST, the half that is read first together with rope and scales; every
+    thread arrives on a half's `full` when its copies have landed."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
     LR: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if DS else [8, 4], [2, 1], [1, 0])
     LS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [2, 1], [1, 0])
     STRIDE: gl.constexpr = 328 if DS else 288
     for t in range(nt):
         s = t % ST
-        mbarrier.wait(ready.index(s), (t // ST) & 1)
-        for c in gl.static_range(4):
-            rows = numbers.index(s).slice(c * 16, 16, 0).load(gl.SliceLayout(1, L))
-            gather(ckv.index(s).slice(c * 16, 16, 0), ckv_base, rows, STRIDE, L)
-        gather(kpe.index(s), kpe_base, numbers.index(s).load(gl.SliceLayout(1, LR)), STRIDE, LR)
-        if DS:
-            gather(raw_scales.index(s), words + 128, numbers.index(s).load(gl.SliceLayout(1, LS)), 164, LS)
-        async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+        n = t % (2 * ST)
+        mbarrier.wait(ready.index(n), (t // (2 * ST)) & 1)
+        for k in gl.static_range(2):
+            half = (t + 1 + k) % 2
+            mbarrier.wait(empty.index(2 * s + half), ((t // ST) & 1) ^ 1)
+            if k == 0:
+                if DS:
+                    gather(raw_scales.index(s), words + 128, numbers.index(n).load(gl.SliceLayout(1, LS)), 164, LS)
+                gather(kpe.index(s), kpe_base, numbers.index(n).load(gl.SliceLayout(1, LR)), STRIDE, LR)
+            for c in gl.static_range(4):
+                rows = numbers.index(n).slice(c * 16, 16, 0).load(gl.SliceLayout(1, L))
+                gather(ckv.index(2 * s + half).slice(c * 16, 16, 0), ckv_base + half * 128, rows, STRIDE, L)
+            async_copy.mbarrier_arrive(full.index(2 * s + half), increment_count=False)
 
 
 @gluon.jit
 def _convert_scales(raw_scales, scales, exponents, highest, full, ready, nt, ST: gl.constexpr):
-    """Scale warp of fp8_ds_mla: a tile's scales and the highest exponent in the form of `wgmma_decode._load_scales`."""
+    """Scale warp of fp8_ds_mla: a tile's scales and the highest exponent in the form of `wgmma_decode._load_scales`, in slot
+    t % (ST + 1). Once the first half of tile t has landed, both of t - 1 - ST are done, and with them its scales."""
+    SS: gl.constexpr = ready.shape[0]
     top_e = -100
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0])
     for t in range(nt):
-        s = t % ST
-        mbarrier.wait(full.index(s), (t // ST) & 1)
-        v = raw_scales.index(s).load(L)
+        s = t % SS
+        mbarrier.wait(full.index(2 * (t % ST) + (t + 1) % 2), (t // ST) & 1)
+        v = raw_scales.index(t % ST).load(L)
         top = gl.max(gl.max(v.to(gl.int32, bitcast=True), 1), 0)
         e = gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
         v = v * power_of_two(-e)
@@ -120,40 +128,40 @@ def wgmma_sparse_kernel(
     narrow: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     p_smem: gl.constexpr = gl.NVMMASharedLayout(128 if BN >= 64 else 2 * BN, 16, 2)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ckv = gl.allocate_shared_memory(gl.int16, [ST, 64, 256], wide)
+    ckv = gl.allocate_shared_memory(gl.int16, [2 * ST, 64, 128], wide)
     kpe = gl.allocate_shared_memory(gl.int16, [ST, 64, 64 if DS else 32], wide if DS else narrow)
     qa = gl.allocate_shared_memory(gl.float16, [1, BN, 256], wide)
     qb = gl.allocate_shared_memory(gl.float16, [1, BN, 256], wide)
     if DS:
         ra = gl.allocate_shared_memory(gl.bfloat16, [1, BN, 64], wide)
         rb = ra
-        scales = gl.allocate_shared_memory(gl.float16, [4 * ST, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        scales = gl.allocate_shared_memory(gl.float16, [4 * ST + 4, 4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         raw_scales = gl.allocate_shared_memory(gl.float32, [ST, 64, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     else:
         ra = gl.allocate_shared_memory(gl.float16, [1, BN, 32], narrow)
         rb = gl.allocate_shared_memory(gl.float16, [1, BN, 32], narrow)
         scales = ckv
         raw_scales = ckv
-    exponents = gl.allocate_shared_memory(gl.int32, [ST, 1], s1)
-    scales_ready = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
+    exponents = gl.allocate_shared_memory(gl.int32, [ST + 1, 1], s1)
+    scales_ready = gl.allocate_shared_memory(gl.int64, [ST + 1, 1], bar)
     p = gl.allocate_shared_memory(gl.float16, [2, 64, BN], p_smem)
     alpha = gl.allocate_shared_memory(gl.float32, [2, BN], s1)
     flag = gl.allocate_shared_memory(gl.int32, [4, 1], s1)
     colmax = gl.allocate_shared_memory(gl.float32, [BN], s1, gl.zeros([BN], gl.float32, L))
-    chosen = gl.allocate_shared_memory(gl.int32, [ST, 64], s1)
-    numbers = gl.allocate_shared_memory(gl.int32, [ST, 64], s1)
-    numbers_ready = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * ST, 64], s1)
+    numbers_ready = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], bar)
     offsets = gl.allocate_shared_memory(gl.int32, [BN], s1)
     votes = gl.allocate_shared_memory(gl.int32, [3, 4], s1)
     state = gl.allocate_shared_memory(gl.int32, [6 if DS else 4, 1], s1)
-    ckv_full = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
-    ckv_empty = gl.allocate_shared_memory(gl.int64, [ST, 1], bar)
+    ckv_full = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], bar)
+    ckv_empty = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], bar)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     meet = gl.allocate_shared_memory(gl.int64, [1], bar)
-    for s in gl.static_range(ST):
-        mbarrier.init(ckv_full.index(s), count=65)  # the threads of the gather warps, and the row warp for `chosen`
+    for s in gl.static_range(2 * ST):
+        mbarrier.init(ckv_full.index(s), count=64)  # the threads of the gather warps
+        mbarrier.init(ckv_empty.index(s), count=1)
         mbarrier.init(numbers_ready.index(s), count=1)
-        mbarrier.init(ckv_empty.index(s), count=2)
+    for s in gl.static_range(ST + 1):
         mbarrier.init(scales_ready.index(s), count=1)
     for s in gl.static_range(2):
         mbarrier.init(p_ready.index(s), count=1)
@@ -194,22 +202,22 @@ def wgmma_sparse_kernel(
                 gl.warp_specialize([
                     (_warpgroup, (
                         q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                        chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
+                        numbers, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
                         scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
                         -1, 0, nt, 0, BN, ST, KC, TC, DS, True,
                     )),
                     (_warpgroup, (
                         q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                        chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
+                        numbers, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
                         scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
                         -1, 0, nt, 1, BN, ST, KC, TC, DS, True,
                     )),
                     (_gather_tiles, (
-                        ckv_base, kpe_base, cache_words, numbers, numbers_ready, ckv, kpe, raw_scales, ckv_full, nt, ST, DS,
+                        ckv_base, kpe_base, cache_words, numbers, numbers_ready, ckv, kpe, raw_scales, ckv_full, ckv_empty, nt,
+                        ST, DS,
                     )),
                     (_find_rows, (
-                        line, pages, first, end, nt, kv_len, page_shift, numbers, chosen, numbers_ready, ckv_full, ckv_empty,
-                        ST,
+                        line, pages, first, end, nt, kv_len, page_shift, numbers, numbers_ready, ckv_full, ST,
                     )),
                     (_convert_scales, (raw_scales, scales, exponents, state.index(4), ckv_full, scales_ready, nt, ST)),
                 ], [4, 2, 1, 1], [OURS, THEIRS, THEIRS, THEIRS])  # fmt: skip
@@ -217,22 +225,22 @@ def wgmma_sparse_kernel(
                 gl.warp_specialize([
                     (_warpgroup, (
                         q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                        chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
+                        numbers, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
                         scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
                         -1, 0, nt, 0, BN, ST, KC, TC, DS, True,
                     )),
                     (_warpgroup, (
                         q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
-                        chosen, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
+                        numbers, offsets, votes, state, ckv_full, ckv_empty, ckv_full, p_ready, meet, scales, exponents,
                         scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, ALL_LIVE,
                         -1, 0, nt, 1, BN, ST, KC, TC, DS, True,
                     )),
                     (_gather_tiles, (
-                        ckv_base, kpe_base, cache_words, numbers, numbers_ready, ckv, kpe, raw_scales, ckv_full, nt, ST, DS,
+                        ckv_base, kpe_base, cache_words, numbers, numbers_ready, ckv, kpe, raw_scales, ckv_full, ckv_empty, nt,
+                        ST, DS,
                     )),
                     (_find_rows, (
-                        line, pages, first, end, nt, kv_len, page_shift, numbers, chosen, numbers_ready, ckv_full, ckv_empty,
-                        ST,
+                        line, pages, first, end, nt, kv_len, page_shift, numbers, numbers_ready, ckv_full, ST,
                     )),
                 ], [4, 2, 1], [OURS, THEIRS, THEIRS])  # fmt: skip
         else:
