@@ -232,3 +232,36 @@ def test_auto_decides_by_the_time_of_flights(
     plain = make_engine(glm, words, pages=60, kv_layout="fp32", prefix_cache=False)
     assert texts[0] == tokens_of(alone(plain, request_of(words, 60, request_id="plain")))
     assert torch.isfinite(runner.decode_steps.decode.logits).all()
+
+
+def test_auto_decides_beside_a_request_that_cannot_draft(
+    glm: MLADecoder, words: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that was admitted during a pause: a flight takes as long whoever drafts, so that a trial ends, and drafts
+    that do not help with it."""
+    clock = Clock(1.0, 3.5)
+    monkeypatch.setattr("uncast.engine.core.time", clock)
+    runner = ModelRunner(glm, kv_layout="fp32", num_pages=80, page_size=PAGE, drafts=True)
+    assert runner.capture(2, drafts=[1, 2, 3]) is None
+    engine = Engine(runner, words, EngineConfig(max_running=2, prefix_cache=False, speculate=None))
+    launch, launch_drafted = runner.launch, runner.launch_drafted
+
+    def timed(call: Any, seconds: float) -> Any:
+        def run(*args: Any) -> Any:
+            clock.now += seconds
+            return call(*args)
+
+        return run
+
+    monkeypatch.setattr(runner, "launch", timed(launch, clock.decode))
+    monkeypatch.setattr(runner, "launch_drafted", timed(launch_drafted, clock.verify))
+    engine.add(request_of(words, 250, request_id="plain"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Speculation, "keeps_up", False)
+        engine.step()
+    engine.add(request_of(words, 250, request_id="drafts"))
+    for _ in range(80):
+        engine.step()
+    assert engine.speculation is not None and engine.speculation.drafted > 20
+    assert not engine.speculation.keeps_up and engine.has_work
+    assert all(active.sequence.mtp is None for active in engine.scheduler.running)

@@ -221,7 +221,10 @@ def raising(error: Exception) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "does not fit into the memory beside the KV pool"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried"),
+            "the KV pool: ask for a pool of fewer tokens, or for steps",
+        ),
         (KeyError("width\nof what"), "failed: KeyError: 'width"),
     ],
 )

@@ -149,12 +149,13 @@ class Engine:
         if self._drafting.wanted(flight.actives) == drafts:
             self.ahead.launch_after(flight, self._is_alive)
         if isinstance(flight, DraftedFlight):
-            outputs, size, drafting = *self._take_drafted(flight), sum(most > 0 for most in flight.most)
+            outputs, size = self._take_drafted(flight)
         else:
-            outputs, size, drafting = self._take_flight(flight), flight.bytes, 0
+            outputs, size = self._take_flight(flight), flight.bytes
         seconds = time.perf_counter() - began
         self._count(size, seconds)
-        self._drafting.observe(decoding, drafting, drafts, seconds)
+        # a flight runs the same rows of every request, whether it has drafts or not
+        self._drafting.observe(decoding, decoding if drafts else 0, drafts, seconds)
         return outputs
 
     def _step_at_once(self, chunks: list[tuple[ActiveRequest, int]], wanted: int, began: float) -> list[RequestOutput]:

@@ -89,7 +89,8 @@ def _path(name: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise WarmUpError(
-            f"warm-up: {name} does not fit into the memory beside the KV pool: ask for a pool of fewer tokens"
+            f"warm-up: {name} does not fit into the memory beside the KV pool: ask for a pool of fewer tokens, or for "
+            "steps of fewer (max_step_tokens)"
         ) from None
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
