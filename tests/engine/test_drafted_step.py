@@ -150,8 +150,11 @@ def test_nothing_is_written_where_there_is_no_page(glm: MLADecoder, deterministi
     for place in range(3):  # what would be chosen, so that every draft is right
         step.verify([DraftedRequest([4], chosen, start, 3)])
         chosen[place + 1] = int(step.logits[place].argmax())
+    step.verify([DraftedRequest([4, 5], chosen, start, 3)])
     runner.pool.storage.fill_(0)
     step.verify([DraftedRequest([4], chosen, start, 3), DraftedRequest([2], [9, 0, 0, 0], 3, 0)])
+    # a longer request was there before: what attention hides is not read from its page
+    assert set(step._tables[0, :2].tolist()) == {4} and set(step._tables[1, :2].tolist()) == {2}
     first, second = step.draft(2).read()
     assert first.accepted == 1 and second.accepted == 0 and all(first.finite)
     written = runner.pool.storage.view(runner.pool.num_layers, -1, runner.pool.layout.row_bytes).ne(0).any(-1)

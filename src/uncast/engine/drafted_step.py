@@ -124,9 +124,11 @@ class DraftedStep:
         Args:
             draws: (row, how it samples) of the rows that do not take their likeliest token.
         """
-        places, values = new_entries(
-            self._held, [r.pages[: self._parts.width] for r in requests], self._tables.shape[1]
-        )
+        # Attention may look at rows that there is no page for, and hides them: the first page, so that no other's NaN comes in.
+        own = [list(r.pages[: self._parts.width]) for r in requests]
+        beyond = self._tables.shape[1] - self._parts.width
+        tables = [pages + pages[:1] * beyond for pages in own]
+        places, values = new_entries(self._held, tables, self._tables.shape[1])
         if places:
             sent = to_device([places, values], self._device)
             self._tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
