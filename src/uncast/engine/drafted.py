@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from uncast.engine.on_its_way import OnItsWay
 from uncast.engine.static_step import KNOWN
 
 
@@ -41,31 +41,18 @@ class Verified:
     drafts: list[int]
 
 
-class Report:
+class Report(OnItsWay):
     """What a step found, on its way to the host."""
 
     def __init__(self, results: torch.Tensor, requests: int, drafts: int) -> None:
         """results: int64 [requests at least, 3 * drafts + 3]."""
+        super().__init__(results)
         self._requests, self._q_len = requests, 1 + drafts
-        self._event: Any = None
-        if results.is_cuda:
-            self._host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-            self._host.copy_(results, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._host = results.clone()
-
-    def wait(self) -> None:
-        """Returns when the step is over on the device."""
-        if self._event is not None:
-            self._event.synchronize()
 
     def read(self) -> list[Verified]:
         """By request; waits for it."""
-        self.wait()
         q = self._q_len
         return [
             Verified(row[:q], [bool(value) for value in row[q : 2 * q]], row[2 * q], row[2 * q + 1 :])
-            for row in self._host[: self._requests].tolist()
+            for row in self._lists()[: self._requests]
         ]

@@ -22,13 +22,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 
 import torch
 
 from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.graphs import captured, release
+from uncast.engine.on_its_way import OnItsWay
 from uncast.engine.planning import Planning
 from uncast.engine.sampler import Draw, sample_rows
 from uncast.latent.pool import PagedPool
@@ -93,30 +93,17 @@ class Staged:
     topk: int
 
 
-class Chosen:
+class Chosen(OnItsWay):
     """Tokens that a step chose, on their way to the host."""
 
     def __init__(self, results: torch.Tensor, rows: int) -> None:
         """results: int64 [2, rows at least]: tokens, and whether their logits were finite."""
+        super().__init__(results)
         self._rows = rows
-        self._event: Any = None
-        if results.is_cuda:
-            self._host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-            self._host.copy_(results, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._host = results.clone()
-
-    def wait(self) -> None:
-        """Returns when the step is over on the device."""
-        if self._event is not None:
-            self._event.synchronize()
 
     def read(self) -> tuple[list[int], list[bool]]:
         """Of each row its token and whether its logits were finite; waits for them."""
-        self.wait()
-        tokens, finite = self._host.tolist()
+        tokens, finite = self._lists()
         return tokens[: self._rows], [bool(value) for value in finite[: self._rows]]
 
 
