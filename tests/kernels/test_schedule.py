@@ -46,6 +46,10 @@ def batches() -> list[tuple[list[int], list[int], dict[str, object]]]:
         cases.append((q, kv, {"num_heads": rng.choice([1, 5, 20, 128]), "block_rows": rng.choice([8, 16, 32, 64]),
                               "num_ctas": rng.choice([20, 132, 264]), "batch_invariant": rng.random() < 0.3,
                               "min_chunk": rng.choice([1, 2])}))  # fmt: skip
+    for rows, kv in ((1, [3000, 64]), (1, [9000] * 8), (3, [8448, 8449, 8450]), (9, [70000 + n for n in range(9)]),
+                     (2, [100, 101, 40000, 40001]), (1, [0, 900, 0, 63]), (4, [64, 65, 66, 67, 0, 0, 0, 0])):  # fmt: skip
+        for shape in ({"num_heads": 20, "block_rows": 32, "min_chunk": 1}, {"num_heads": 128, "block_rows": 64}):
+            cases.append(([1] * len(kv), kv, {"alone_rows": rows, **shape}))
     return cases
 
 
@@ -107,12 +111,47 @@ def test_batch_invariant_splits_depend_on_the_own_length_only() -> None:
     assert splits([1], [30000]) == splits([1] * 9, [30000, *range(1, 9)]) == [INVARIANT_SPLITS]
 
 
+@pytest.mark.parametrize(("heads", "block_rows"), [(4, 16), (20, 32), (128, 64)])
+def test_rows_of_one_sequence_are_split_as_each_is_alone(heads: int, block_rows: int) -> None:
+    """Whatever the length, however many rows, and whatever bound of lengths the plan was given: the bits of a row depend on
+    where it is split."""
+    shape = {"num_heads": heads, "block_rows": block_rows, "min_chunk": 1}
+    for last in (9, 64, 65, 700, 8448, 8449, 8452, 30000, 200_000):
+        for rows in range(2, 10):
+            lens = [last - more for more in range(rows - 1, -1, -1)]
+            plan = make_plan([1] * rows, lens, alone_rows=rows, max_kv_len=1 << 18, **shape)
+            together = list(reference_items(plan, [1] * rows, lens))
+            for row, length in enumerate(lens):
+                one = make_plan([1], [length], alone_rows=1, max_kv_len=length, **shape)
+                alone = [(i.row0, i.tile0, i.tile1, i.num_splits) for i in reference_items(one, [1], [length])]
+                assert alone == [(i.row0, i.tile0, i.tile1, i.num_splits) for i in together if i.request == row], (
+                    last,
+                    rows,
+                    row,
+                )
+
+
+def test_requests_are_split_as_alone_while_that_fits_the_grid_of_a_batch() -> None:
+    def chunk(kv_lens: list[int], **kw: int) -> int:
+        plan = make_plan(
+            [1] * len(kv_lens), kv_lens, max_kv_len=1 << 18, num_heads=20, block_rows=32, min_chunk=1, **kw
+        )
+        return next(i.tile1 - i.tile0 for i in reference_items(plan, [1] * len(kv_lens), kv_lens))
+
+    assert chunk([4000, 4000], alone_rows=1) == 1
+    assert chunk([8000] * 4, alone_rows=1) == chunk([8000] * 4) > 1
+    grids = [make_plan([1] * 4, [8000] * 4, max_kv_len=1 << 18, alone_rows=k).num_items for k in (0, 1)]
+    assert grids[0] == grids[1]
+
+
 def test_batches_beyond_the_largest_bucket_are_refused() -> None:
     with pytest.raises(ScheduleError, match="schedule at most 4096 requests"):
         make_plan([1] * 4097, [1] * 4097)
     assert make_plan([1] * 64, [1] * 64, buckets=(32, 64)).batch_bucket == 64
     with pytest.raises(ScheduleError, match="schedule at most 64 requests"):
         make_plan([1] * 65, [1] * 65, buckets=(32, 64))
+    with pytest.raises(ScheduleError, match="at most 32 requests can be split as if each were alone"):
+        make_plan([1] * 33, [1] * 33, alone_rows=1)
 
 
 @gluon.jit(do_not_specialize=["batch", "num_heads", "target", "causal", "invariant"])
@@ -144,7 +183,7 @@ def test_the_device_schedules_like_the_reference() -> None:
         out = torch.full((plan.num_items, 7), -7, dtype=torch.int32, device="cuda")
         sched = torch.full((1 + plan.num_groups, 8), -7, dtype=torch.int32, device="cuda")
         schedule_probe[(plan.num_items,)](
-            out, qo, kv, sched, plan.batch, plan.num_heads, plan.target, 0, int(plan.batch_invariant),
+            out, qo, kv, sched, plan.batch, plan.num_heads, plan.target, 0, plan.mode,
             BLOCK_ROWS=plan.block_rows, BATCH=plan.batch_bucket, OVERHEAD=plan.overhead, MIN=plan.min_chunk,
             num_warps=4,
         )  # fmt: skip

@@ -109,6 +109,8 @@ class Problem:
         max_kv_len: an upper bound of `kv_len_arr`, from shapes: it bounds launch grids, never a result.
         num_pages: pages of the pool, if the caller said so.
         pages_per_request: width of the block table that `kv_indices` is a view of; None for page lists.
+        alone_rows: a wish: each request, of one query, is to have the bits that it has alone in a batch, and so many of them
+            each are rows of one sequence. `native` grants it (see `uncast.kernels.schedule`), others need not. 0: no wish.
     """
 
     spec: ProblemSpec
@@ -120,6 +122,7 @@ class Problem:
     max_kv_len: int
     num_pages: int | None = field(default=None)
     pages_per_request: int | None = field(default=None)
+    alone_rows: int = field(default=0)
 
     @property
     def batch_size(self) -> int:

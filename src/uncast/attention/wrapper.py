@@ -103,6 +103,7 @@ class MLAPagedAttention:
         lse_base: str = "2",
         batch_invariant: bool = False,
         topk: int = 0,
+        alone_rows: int = 0,
         validate: bool = False,
     ) -> AttentionPlan:
         """Chooses and prepares a backend for one batch.
@@ -115,6 +116,7 @@ class MLAPagedAttention:
                 `total_q` from `qo_indptr`'s values (a device sync when it is on a GPU; give them under graph capture).
             num_pages: pages of the pool: bounds page numbers, and byte counts of backends that touch all of it.
             topk: sparse attention: every `run` gets `indices` int32 [total_q, topk]; see `uncast.attention.problem`.
+            alone_rows: for requests of one query, see `Problem`.
             validate: the debug mode. Also checks the contents of metadata here and in every `run`, and slots in every `write`:
                 query starts, lengths against pages and `max_kv_len`, numbers of live pages, selected tokens. On a CPU this is
                 always done. On a GPU each check syncs with the device, so it cannot be captured in a graph.
@@ -133,6 +135,12 @@ class MLAPagedAttention:
             ),
             max_q_len, max_kv_len, total_q, num_pages,
         )  # fmt: skip
+        if alone_rows and (problem.spec.max_q_len != 1 or topk):
+            raise ProblemError(
+                f"alone_rows is {alone_rows}: it is for dense attention of requests with one query, not of up to "
+                f"{problem.spec.max_q_len} with topk {topk}"
+            )
+        problem = replace(problem, alone_rows=alone_rows)
         validate = validate or problem.spec.device == "cpu"
         if validate:
             check_contents(problem)

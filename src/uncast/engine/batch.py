@@ -12,6 +12,7 @@ class Batch:
     Attributes:
         tables, kv_lens, ends: per request its pages, its cached rows and the end of its query rows.
         wanted: rows whose logits are wanted.
+        alone_rows: of the attention, see `uncast.attention.Problem`.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -21,6 +22,7 @@ class Batch:
     kv_lens: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=lambda: [0])
     wanted: list[int] = field(default_factory=list)
+    alone_rows: int = 0
 
     def add(self, token: int, position: int, slot: int) -> None:
         self.ids.append(token)

@@ -14,9 +14,10 @@ What was accepted decides where the next step begins, and only the device knows 
 and lengths are made on the device, and the step after can start before the host has read anything. Rows of the MTP layer beyond
 what was accepted hold guesses and are written again by the next step before anyone attends to them.
 
-By default one part runs, the smallest of `buckets` that holds the batch. In deterministic mode every row is a request of its
-own for attention, and every pass a tile of `ROW_TILE` rows. Requests beyond the batch have no pages: they are written nowhere
-and attend to nothing.
+By default one part runs, the smallest of `buckets` that holds the batch. If it has at most `ROW_TILE` rows and a row is to have
+the bits that it has alone (`StepParts.alone`), every row is a request of its own for attention, as decode has it. In
+deterministic mode every row is, and every pass a tile of `ROW_TILE` rows. Requests beyond the batch have no pages: they are
+written nowhere and attend to nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +38,19 @@ from uncast.engine.step_bytes import DraftPasses, counted_at
 from uncast.models.decoder import ForwardBatch
 
 
-class _Rows:
-    """Buffers of rows that are run together. `tables` and `lengths` are by request of attention."""
+class _Requests:
+    """What attention takes as one: block tables [requests, width], and lengths."""
 
-    def __init__(self, device: torch.device, count: int, tables: torch.Tensor) -> None:
-        self.ids, self.positions, self.slots = (_zeros(device, count) for _ in range(3))
-        self.lengths = torch.zeros(tables.shape[0], dtype=torch.int32, device=device)
+    def __init__(self, tables: torch.Tensor) -> None:
+        self.lengths = torch.zeros(tables.shape[0], dtype=torch.int32, device=tables.device)
         self.tables = tables
+
+
+class _Rows:
+    """Buffers of rows that are run together."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.ids, self.positions, self.slots = (_zeros(device, count) for _ in range(3))
 
 
 _Passes = Sequence[tuple[slice, ForwardBatch]]
@@ -81,9 +88,11 @@ class DraftedStep:
         self._every_row = torch.arange(rows, device=device)
         self._tables = torch.zeros((requests, width), dtype=torch.int32, device=device)
         self._held: list[list[int]] = [[] for _ in range(requests)]
-        self._further = _Rows(device, requests, self._tables)
-        by_row = torch.zeros((rows, width), dtype=torch.int32, device=device) if parts.deterministic else self._tables
-        self._verified = _Rows(device, rows, by_row)
+        self._further, self._verified = _Rows(device, requests), _Rows(device, rows)
+        self._one_query, self._many_queries = _Requests(self._tables), _Requests(self._tables)
+        most = max((size * q for size in self.sizes if self._by_row(size)), default=0)
+        each = rows if parts.deterministic else most
+        self._each_row = _Requests(torch.zeros((each, width), dtype=torch.int32, device=device))
         self.logits = torch.zeros((rows, config.vocab_size), dtype=torch.float32, device=device)
         self.hidden = torch.zeros((rows, config.hidden_size), dtype=parts.decoder.dtype, device=device)
         self._further_hidden = torch.zeros_like(self.hidden[:requests])
@@ -97,6 +106,10 @@ class DraftedStep:
     def longest(self) -> int:
         """Cached rows that a request may have."""
         return self._parts.width * self._parts.pool.page_size
+
+    def _by_row(self, size: int) -> bool:
+        """Whether each row of a verification of so many requests is a request of its own for attention."""
+        return self._parts.deterministic or self._parts.alone_rows(size * self.q_len) > 0
 
     def prepare(self, graphs: bool) -> None:
         """Plans every part, runs it without a request and, with `graphs`, captures it in two CUDA graphs; large ones first, in
@@ -159,8 +172,9 @@ class DraftedStep:
     def counted(self, starts: Sequence[int], accepted: Sequence[int] = ()) -> tuple[AttentionPlan, DraftPasses]:
         """For byte counts on the host, of a step whose requests began at these rows: the model's plan and, with so many drafts
         accepted, the passes of the MTP layer."""
-        q, (verify, further) = self.q_len, self._plans[self.size_for(len(starts))]
-        if self._parts.deterministic:
+        size = self.size_for(len(starts))
+        q, (verify, further) = self.q_len, self._plans[size]
+        if self._by_row(size):
             lengths = [start + place for start in starts for place in range(1, q + 1)]
             verify = counted_at(verify, range(len(lengths) + 1), lengths)
         else:
@@ -176,18 +190,21 @@ class DraftedStep:
         if self._parts.deterministic:
             rows = [slice(first, first + ROW_TILE) for first in range(0, size * q, ROW_TILE)]
             each = [slice(first, first + ROW_TILE) for first in range(0, size, ROW_TILE)]
-            requests, verify = self._requests, [self._pass(at, at, self._verified, 1) for at in rows]
+            requests, verify = self._requests, [self._pass(at, self._verified, at, self._each_row) for at in rows]
         else:
             rows, each, requests = [slice(0, size * q)], [slice(0, size)], size
-            verify = [self._pass(rows[0], each[0], self._verified, q)]
-        further = [self._pass(at, at, self._further, 1) for at in each]
+            if self._by_row(size):
+                verify = [self._pass(rows[0], self._verified, rows[0], self._each_row, of_each=q)]
+            else:
+                verify = [self._pass(rows[0], self._verified, each[0], self._many_queries, q)]
+        further = [self._pass(at, self._further, at, self._one_query) for at in each]
         self._plans[size] = verify[0][1], further[0][1]
         verifying = [(at, batch) for at, (batch, _) in zip(rows, verify, strict=True)]
         drafting = [(at, batch) for at, (batch, _) in zip(each, further, strict=True)]
 
         @torch.inference_mode()
         def run_verify() -> None:
-            self._begin(requests)
+            self._begin(requests, by_row=self._by_row(size))
             for at, batch in verifying:
                 logits, hidden = self._parts.decoder.forward_hidden(batch, every=True)
                 largest, best = logits.max(-1)
@@ -207,12 +224,18 @@ class DraftedStep:
 
         return run_verify, run_draft
 
-    def _pass(self, at: slice, requests: slice, rows: _Rows, q_len: int) -> tuple[ForwardBatch, AttentionPlan]:
-        """Rows `at` of these buffers, which are requests of `q_len` rows each for attention, as planned."""
-        parts, lengths = self._parts, rows.lengths[requests]
+    def _pass(
+        self, at: slice, rows: _Rows, taken: slice, requests: _Requests, q_len: int = 1, of_each: int = 1
+    ) -> tuple[ForwardBatch, AttentionPlan]:
+        """Rows `at`, which are the requests `taken` of `q_len` queries each for attention, as planned; of one query, `of_each`
+        of them are one sequence's."""
+        parts, lengths = self._parts, requests.lengths[taken]
         attention = MLAPagedAttention(parts.backend, cuda_graph=self._device.type == "cuda")
         starts = torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=self._device) * q_len
-        plan = parts.planning.plan_static(attention, parts.pool, starts, rows.tables[requests], lengths, q_len, 0)
+        alone = parts.alone_rows(lengths.shape[0], of_each) if q_len == 1 else 0
+        plan = parts.planning.plan_static(
+            attention, parts.pool, starts, requests.tables[taken], lengths, q_len, 0, alone
+        )
         count = at.stop - at.start
         batch = ForwardBatch(
             rows.ids[at], rows.positions[at], rows.slots[at], attention, parts.pool.storage, parts.counters,
@@ -220,7 +243,7 @@ class DraftedStep:
         )  # fmt: skip
         return batch, plan
 
-    def _begin(self, requests: int) -> None:
+    def _begin(self, requests: int, *, by_row: bool) -> None:
         """Tokens, positions, places in the pool and lengths of a step, from the host or from the step before."""
         q, inputs, rows = self.q_len, self._inputs[:requests], self._verified
         sources = inputs[:, -1, None]
@@ -231,11 +254,12 @@ class DraftedStep:
         rows.positions.view(-1, q)[:requests].copy_(positions)
         rows.slots.view(-1, q)[:requests].copy_(self._slots_of(positions))
         self._start[:requests].copy_(start)
-        if self._parts.deterministic:
-            rows.lengths.view(-1, q)[:requests].copy_(torch.where(alive, positions + 1, 0))
-            rows.tables.view(requests, q, -1).copy_(self._tables[:, None])
+        if by_row:
+            each = self._each_row
+            each.lengths[: requests * q].view(-1, q).copy_(torch.where(alive, positions + 1, 0))
+            each.tables[: requests * q].view(requests, q, -1).copy_(self._tables[:requests, None])
         else:
-            rows.lengths[:requests].copy_(torch.where(alive[:, 0], start + q, 0))
+            self._many_queries.lengths[:requests].copy_(torch.where(alive[:, 0], start + q, 0))
 
     def _accept(self, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
         """How many drafts each request keeps, and the last token that was chosen for it."""
@@ -272,7 +296,7 @@ class DraftedStep:
         alive = self._inputs[:requests, self.q_len + 1] > 0
         rows.positions[:requests].copy_(positions)
         rows.slots[:requests].copy_(self._slots_of(positions[:, None])[:, 0])
-        rows.lengths[:requests].copy_(torch.where(alive, positions + 1, 0))
+        self._one_query.lengths[:requests].copy_(torch.where(alive, positions + 1, 0))
         for at, batch in passes:
             logits, output = self._parts.decoder.draft(batch, self._further_hidden[at], every=True)
             rows.ids[at].copy_(logits.argmax(-1))

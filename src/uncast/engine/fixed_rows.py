@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
+from uncast.kernels.row_tile import ROW_TILE
 from uncast.models.decoder import AnyMLP, MLADecoder
 from uncast.models.layers import ExpertStack, MoE, route
 from uncast.models.parallel import ShardedMLP, ShardedMoE
 
-ROW_TILE = 16
-"""Rows of a tile. 16 float32 or 32 BF16 rows keep every tile of any width on a 64-byte boundary."""
+__all__ = ["ROW_TILE", "FixedRowMoE", "with_fixed_rows"]
 
 
 @dataclass

@@ -52,9 +52,10 @@ class Planning:
         pool: PagedPool,
         topk: int,
         lengths: torch.Tensor | None = None,
+        alone_rows: int = 0,
     ) -> AttentionPlan:
         """Plans a batch; `lengths` is the buffer of sequence lengths, for a caller that refills it. Its bytes are counted by
-        what the host knows."""
+        what the host knows. `alone_rows`: see `Problem`."""
         device = pool.storage.device
         ends, lens = (torch.tensor(values, dtype=torch.int32) for values in (batch.ends, batch.kv_lens))
         plan = attention.plan(
@@ -63,6 +64,7 @@ class Planning:
             seq_lens=lens.to(device) if lengths is None else lengths,
             max_q_len=batch.max_q_len,
             total_q=batch.ends[-1],
+            alone_rows=alone_rows,
             **self._alike(pool, topk),
         )
         if plan.copy_layout is not None:  # such a backend's bytes depend on page numbers, too
@@ -78,11 +80,12 @@ class Planning:
         lengths: torch.Tensor,
         q_len: int,
         topk: int,
+        alone_rows: int = 0,
     ) -> AttentionPlan:
-        """Plans buffers that will be refilled: `q_len` queries a request."""
+        """Plans buffers that will be refilled: `q_len` queries a request. `alone_rows`: see `Problem`."""
         return attention.plan(
             starts, block_tables=tables, seq_lens=lengths, max_q_len=q_len, total_q=q_len * lengths.shape[0],
-            **self._alike(pool, topk),
+            alone_rows=alone_rows, **self._alike(pool, topk),
         )  # fmt: skip
 
     def _alike(self, pool: PagedPool, topk: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from uncast.engine.labels import step_label
 from uncast.engine.planning import Planning
 from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool, require_current
 from uncast.engine.sampler import Draw
-from uncast.engine.sequence import MTPState, Rows, Sequence, tiles, whole
+from uncast.engine.sequence import MTPState, Rows, Sequence, few_rows, tiles, whole
 from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, Staged, StaticStep, StepParts, StepRequest
 from uncast.engine.step_bytes import DraftPasses, StepBytes, counted_at, lengths_of_passes, step_bytes
 from uncast.latent.codec import new_counters
@@ -39,6 +39,8 @@ class ModelRunner:
         hidden: with `drafts`, of each chunk of the last step the hidden states [count, hidden_size] after the final norm.
         counters: int64 [3], saturated, subnormal and NaN values written so far.
         deterministic: a sequence's logits are the same bits in every batch; see `fixed_rows`.
+        alone: outside of it, whether a row of a pass of up to `ROW_TILE` rows has the bits that it has alone: on a GPU with the
+            native backend and dense attention, so that drafts change no greedy text.
         decode_steps: steps in static buffers, after `capture`; None before it.
     """
 
@@ -90,6 +92,13 @@ class ModelRunner:
         self._verified: tuple[DraftedStep, list[int]] | None = None
         self._tell: Callable[[Staged], None] | None = None
         self.attention_backend = self._warm_up()
+        self.alone = (
+            model.device.type == "cuda"
+            and self.attention_backend == "native"
+            and config.indexer is None
+            and model.parallel is None
+            and not deterministic
+        )
 
     def _warm_up(self) -> str:
         for max_q_len in (1,) if self.deterministic else (1, 8):
@@ -143,7 +152,7 @@ class ModelRunner:
         longest = min(self.pool.num_pages * self.page_size, self.model.config.max_position_embeddings)
         parts = StepParts(
             self._decoder, self.pool, self.counters, self.attention.requested, self.deterministic, self.drafts, topk,
-            self.pool.pages_for(longest), self._planning,
+            self.pool.pages_for(longest), self._planning, self.alone,
         )  # fmt: skip
         on = device.type == "cuda" if graphs is None else graphs and device.type == "cuda"
         self.decode_steps = DecodeSteps(parts, max_requests, drafts, graphs=on, buckets=buckets)
@@ -284,13 +293,16 @@ class ModelRunner:
         return rows
 
     def batches(self, rows: Seq[Rows], shift: int = 0) -> list[Batch]:
-        """What passes these rows take, in order: one or, in deterministic mode, tiles of which the last is filled up.
+        """What passes these rows take, in order: one (row by row if they are few and `alone`) or, in deterministic mode, tiles
+        of which the last is filled up.
 
         Args:
             shift: the row at position i holds token i + shift.
         """
         if self.deterministic:
             return tiles(rows, shift, self.page_size)
+        if self.alone and 0 < sum(row.end - row.start for row in rows) <= ROW_TILE:
+            return [few_rows(rows, shift, self.page_size)]
         return [whole(rows, shift, self.page_size)]
 
     def run_batch(self, batch: Batch) -> None:
@@ -381,7 +393,7 @@ class ModelRunner:
         return logits[torch.tensor(batch.wanted, device=logits.device)]
 
     def _plan(self, batch: Batch, pool: PagedPool, lengths: torch.Tensor | None = None) -> AttentionPlan:
-        return self._planning.plan_batch(self.attention, batch, pool, self._topk(batch), lengths)
+        return self._planning.plan_batch(self.attention, batch, pool, self._topk(batch), lengths, batch.alone_rows)
 
     def _inputs(self, batch: Batch, pool: PagedPool) -> ForwardBatch:
         device = self.model.device

@@ -93,6 +93,20 @@ def whole(rows: Seq[Rows], shift: int, page_size: int) -> Batch:
 
 def tiles(rows: Seq[Rows], shift: int, page_size: int) -> list[Batch]:
     """Batches of `ROW_TILE` rows, each row a request of its own; the last one is filled up."""
+    found = row_by_row(rows, shift, page_size)
+    fill_tile(found[-1])
+    return found
+
+
+def few_rows(rows: Seq[Rows], shift: int, page_size: int) -> Batch:
+    """At most `ROW_TILE` rows, each a request of its own that is to have the bits that it has alone."""
+    (batch,) = row_by_row(rows, shift, page_size)
+    batch.alone_rows = max(row.end - row.start for row in rows)
+    return batch
+
+
+def row_by_row(rows: Seq[Rows], shift: int, page_size: int) -> list[Batch]:
+    """Batches of up to `ROW_TILE` rows, each row a request of its own."""
     found: list[Batch] = []
     for row in rows:
         for position in range(row.start, row.end):
@@ -103,7 +117,6 @@ def tiles(rows: Seq[Rows], shift: int, page_size: int) -> list[Batch]:
                 tile.wanted.append(len(tile.ids))
             tile.add(row.sequence.token(position + shift), position, row.sequence.slot(position, page_size))
             tile.close(row.sequence.pages, position + 1)
-    fill_tile(found[-1])
     return found
 
 

@@ -90,7 +90,7 @@ class StaticDraft:
         attention = MLAPagedAttention(parts.backend, cuda_graph=self._device.type == "cuda")
         starts = torch.arange(size + 1, dtype=torch.int32, device=self._device)
         self._plans[size] = parts.planning.plan_static(
-            attention, parts.pool, starts, self._tables[:size], self._lengths[:size], 1, 0
+            attention, parts.pool, starts, self._tables[:size], self._lengths[:size], 1, 0, parts.alone_rows(size)
         )
         ids, positions, lengths = (row[:size] for row in self._state)
         slots, hidden = self._slots[:size], self._hidden[:size]

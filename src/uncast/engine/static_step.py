@@ -47,6 +47,7 @@ class StepParts:
     """What of a runner its steps are made of.
 
     Attributes:
+        alone: whether a row of a pass of up to `ROW_TILE` rows is to have the bits that it has alone.
         max_topk: of steps with sparse attention; 0: there are none.
         width: pages of the longest request.
     """
@@ -60,6 +61,11 @@ class StepParts:
     max_topk: int
     width: int
     planning: Planning
+    alone: bool = False
+
+    def alone_rows(self, rows: int, of_each: int = 1) -> int:
+        """`Problem.alone_rows` of a dense pass of so many requests with one query, `of_each` of them rows of one sequence."""
+        return of_each if self.alone and rows <= ROW_TILE else 0
 
 
 @dataclass(frozen=True)
@@ -245,8 +251,9 @@ class StaticStep:
         starts = torch.arange(size + 1, dtype=torch.int32, device=self._device)
         requests = slice(part.first, part.last)
         part.plans[topk] = parts.planning.plan_static(
-            attention, parts.pool, starts, self._tables[requests], self._lengths[requests], 1, topk
-        )
+            attention, parts.pool, starts, self._tables[requests], self._lengths[requests], 1, topk,
+            0 if topk else parts.alone_rows(size),
+        )  # fmt: skip
         index = None
         if parts.pool.index_storage is not None and parts.pool.index_layout is not None:
             index = IndexCache(parts.pool.index_storage, parts.pool.index_layout)

@@ -149,6 +149,8 @@ def constexprs(
 
 def unit_shape(plan: SplitPlan) -> tuple[int, int]:
     """(channels, warps) of a program, by the usual number of splits of this batch; any number is merged correctly."""
+    if plan.alone:  # as for one request that may be long
+        return 64, 4
     splits = plan.partial_blocks // max(1, plan.num_groups)
     if splits <= 8 or plan.batch_invariant:  # one shape for all batches: it decides the order of the additions
         return 256, 1

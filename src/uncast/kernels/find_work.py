@@ -23,10 +23,16 @@ def ceil_div(a, c):
 @gluon.jit
 def _splits(tiles, chunk, invariant):
     """Splits of requests of `tiles` tiles and the tiles of each split, evened out."""
-    n = gl.where(invariant != 0, gl.minimum((tiles + 15) // 16, 16), ceil_div(tiles, chunk))
+    n = gl.where(invariant == 1, gl.minimum((tiles + 15) // 16, 16), ceil_div(tiles, chunk))
     n = gl.maximum(n, 1)
     per = gl.maximum(ceil_div(tiles, n), 1)
     return gl.maximum(ceil_div(tiles, per), 1), per
+
+
+@gluon.jit
+def _own_chunk(tiles, slots, MIN: gl.constexpr):
+    """Tiles of a split of a request that is alone in a batch and has so many slots."""
+    return gl.minimum(gl.maximum(ceil_div(tiles, slots), MIN), 1 << 19)
 
 
 @gluon.jit
@@ -65,7 +71,8 @@ def _find_request(
     item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, invariant,
     BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr, MIN: gl.constexpr,
 ):  # fmt: skip
-    """(request of `item`, its first item, its first partial block, its first group, chunk); request = batch beyond the last.
+    """(request of `item`, its first item, its first partial block, its first group, chunk, slots of each request that is split
+    as if it were alone, else 0); request = batch beyond the last.
 
     Up to 256 requests every warp holds the whole batch, so that sums and scans need no barrier.
     """
@@ -82,7 +89,15 @@ def _find_request(
         chunk = _choose_chunk(tiles, blocks, target, total, num_blocks, c0, fits, BATCH, OVERHEAD, NW)
     else:
         chunk = gl.maximum(c0, fits)
-    n, _ = _splits(tiles, chunk, invariant)
+    slots = batch * 0
+    if BATCH == 32:  # `schedule.ALONE_BATCH`
+        slots = gl.maximum(target // gl.maximum((num_heads + (BLOCK_ROWS - 1)) // BLOCK_ROWS, 1), 1)
+        own = _own_chunk(tiles, slots, MIN)
+        own_items = gl.sum(gl.maximum(ceil_div(tiles, own), 1) * blocks, 0)
+        slots = gl.where((invariant == 2) & (own_items <= gl.num_programs(0)), slots, 0)
+        n, _ = _splits(tiles, gl.where(slots > 0, own, chunk), invariant)
+    else:
+        n, _ = _splits(tiles, chunk, invariant)
     ends = gl.associative_scan(n * blocks, 0, _add)
     before = ends <= item
     b = gl.sum(before.to(gl.int32), 0)
@@ -92,7 +107,7 @@ def _find_request(
     group0 = gl.sum(gl.where(before & split, blocks, 0), 0)
     if item == 0:
         gl.store(sched, gl.sum(gl.where(split, blocks, 0), 0))
-    return b, start, part0, group0, chunk
+    return b, start, part0, group0, chunk, slots
 
 
 @gluon.jit
@@ -102,10 +117,10 @@ def find_work(
 ):  # fmt: skip
     """The work of CTA `item` of a grid of `SplitPlan.num_items`; called by all `NW` warps of the CTA at its start.
 
-    `causal` and `invariant` are 0 or 1; MIN is the plan's `min_chunk`. Returns scalars (valid, b, q_start, q_len, kv_len,
-    row0, tile0, tile1, num_splits, part): rows row0.. of request b (folded, at most BLOCK_ROWS), tiles tile0 <= t < tile1
-    (empty if tile1 <= tile0), `part` the partial block to write when num_splits > 1. `valid` is false for items beyond the
-    last. Publishes the groups to combine in `sched`.
+    `causal` is 0 or 1, `invariant` the plan's `mode`; MIN is the plan's `min_chunk`. Returns scalars (valid, b, q_start, q_len,
+    kv_len, row0, tile0, tile1, num_splits, part): rows row0.. of request b (folded, at most BLOCK_ROWS), tiles tile0 <= t <
+    tile1 (empty if tile1 <= tile0), `part` the partial block to write when num_splits > 1. `valid` is false for items beyond
+    the last. Publishes the groups to combine in `sched`.
     """
     if BATCH == 1:
         b = item * 0
@@ -113,8 +128,9 @@ def find_work(
         part0 = b
         group0 = b
         chunk = b
+        own_slots = b
     else:
-        b, start, part0, group0, chunk = _find_request(
+        b, start, part0, group0, chunk, own_slots = _find_request(
             item,
             qo_indptr,
             kv_len_arr,
@@ -140,6 +156,8 @@ def find_work(
     if BATCH == 1:
         slots = gl.maximum(target // gl.maximum(nb, 1), 1)
         chunk = gl.minimum(gl.maximum((t + slots - 1) // slots, MIN), 1 << 19)
+    elif BATCH == 32:
+        chunk = gl.where(own_slots > 0, _own_chunk(t, gl.maximum(own_slots, 1), MIN), chunk)
     num_splits, per = _splits(t, chunk, invariant)
     if BATCH == 1:
         valid = item < num_splits * nb

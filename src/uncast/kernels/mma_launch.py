@@ -140,7 +140,9 @@ def make_plan(problem: Problem, num_sms: int) -> MmaPlan:
     """
     spec, device = problem.spec, problem.kv_len_arr.device
     config, bucket = choose_config(spec), batch_bucket(problem.batch_size)
-    num_ctas = compile_variant(spec.layout, spec.q_data_type, spec.arch, config, bucket, device)
+    # splits as alone are those of the kernel that runs a batch of one
+    of_one = 1 if problem.alone_rows else bucket
+    num_ctas = compile_variant(spec.layout, spec.q_data_type, spec.arch, config, of_one, device)
     splits = plan_splits(
         batch=problem.batch_size,
         total_q=problem.total_q,
@@ -150,6 +152,7 @@ def make_plan(problem: Problem, num_sms: int) -> MmaPlan:
         max_q_len=spec.max_q_len,
         num_ctas=num_ctas,
         batch_invariant=spec.batch_invariant,
+        alone_rows=problem.alone_rows,
     )
     return MmaPlan(problem, splits, Scratch.allocate(splits, device), config, num_sms)
 
@@ -165,7 +168,7 @@ def launch(plan: MmaPlan, call: Call) -> None:
         call.out, lse, scratch.partial_o, scratch.partial_lse, scratch.sched, call.ckv_scale_ptr, call.kpe_scale_ptr,
         spec.sm_scale, call.ckv_scale, call.kpe_scale,
         *(t.stride(d) // 8 for t in (call.q_nope, call.q_pe, call.out) for d in (0, 1)), lse.stride(0), lse.stride(1),
-        problem.batch_size, spec.num_heads, splits.target, int(spec.causal), int(spec.batch_invariant),
+        problem.batch_size, spec.num_heads, splits.target, int(spec.causal), splits.mode,
         spec.page_size.bit_length() - 1, call.scale_flags, call.lse_mode,
         **constexprs(spec.kv_layout, spec.q_data_type, spec.arch, plan.config, splits.batch_bucket), num_warps=NUM_WARPS,
         enable_fp_fusion=True,

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from uncast.kernels.row_tile import new_rows
+
 BLOCK, NUM_WARPS = 1024, 4
 
 
@@ -73,7 +75,7 @@ def sum_parts(x: torch.Tensor, dim: int, dtype: torch.dtype, more: torch.Tensor 
     """x.sum(dim) of contiguous x [parts, rows, n] (dim 0) or [rows, parts, n] (dim 1), plus more [rows, n]; in fp32, rounded to
     dtype once."""
     rows, count, size = x.shape[1 - dim], x.shape[dim], x.shape[2]
-    out = torch.empty(rows, size, dtype=dtype, device=x.device)
+    out = new_rows(x, rows, size, dtype=dtype)
     if rows:
         sum_parts_kernel[(rows, triton.cdiv(size, BLOCK))](
             x, x if more is None else more.contiguous(), out, x.stride(1 - dim), x.stride(dim), COUNT=count, N=size,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from uncast.kernels.cache_write import encode_bf16
+from uncast.kernels.row_tile import new_rows
 
 HEADS = 8
 CHANNELS = 1024
@@ -143,7 +144,7 @@ def add_rms_norm(
     Args:
         x, residual: [n, channels] bf16 or fp16, unit last stride. weight: [channels].
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = new_rows(x, *x.shape)
     total = x if residual is None else torch.empty_like(out)
     if x.shape[0]:
         size, second = x.shape[1], x if residual is None else residual
@@ -173,7 +174,7 @@ def latent_parts(
     half, width = (kv_row.shape[1] - rank) // 2, 0 if q_row is None else q_row.shape[1]
     ckv = kv_row.new_empty(rows, rank)
     kpe = kv_row[:, rank:] if angles is None else kv_row.new_empty(rows, 2 * half)
-    c_q = None if q_row is None else q_row.new_empty(rows, width)
+    c_q = None if q_row is None else new_rows(q_row, rows, width)
     if rows:
         first, norm = (kv_row, kv_norm) if q_row is None or q_norm is None else (q_row, q_norm)
         latent_parts_kernel[(rows, 1 if c_q is None else 2)](
@@ -200,7 +201,7 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], interleav
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up: [n, channels] of contiguous x [n, 2 * channels], gate first."""
     rows, size = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(rows, size)
+    out = new_rows(x, rows, size)
     if rows:
         silu_mul_kernel[(rows, triton.cdiv(size, CHANNELS))](x, out, N=size, BLOCK=CHANNELS, num_warps=4)
     return out

@@ -16,7 +16,9 @@ Bounds: items <= max(target, blocks) + min(target, blocks) / 2, and the chunk is
 start and this schedule each, one after another on the few free multiprocessors. Partial results exist only for requests
 with two or more splits, and those have at most 2 * target items, so scratch depends on the grid and not on the context.
 Requests with one split write their output themselves. `batch_invariant` fixes splits = min(16, ceil(tiles / 16)), a
-function of the request's own length.
+function of the request's own length. `alone_rows` (requests of one query, each so many of them rows of one sequence) gives
+every request the chunk that it has in a batch of its own, ceil(tiles / (target / blocks)), if all of these items fit the
+grid; the grid is one batch's of the sequences, times their rows, so that the rows of one sequence always fit.
 
 The scheduled groups (request, row block) that need a combine are published in `sched`, int32 [1 + groups, 8]:
 row 0 = (number of groups, ...), row g + 1 = (first output row, rows, splits, first partial block, stride in partial
@@ -38,6 +40,8 @@ MAX_COST = (1 << 28) - 1
 INVARIANT_CHUNK = 16
 INVARIANT_SPLITS = 16
 CANDIDATES = 8
+ALONE_BATCH = 32
+"""Most requests of a plan with `alone_rows`: the bucket whose kernels know it."""
 SCHED_COLUMNS = 8
 BATCH_BUCKETS = (1, 32, 256, 4096)
 
@@ -69,6 +73,7 @@ class SplitPlan:
         partial_blocks: upper bound of the partial results, each [block_rows, 512] fp32 and [block_rows] fp32.
         num_groups: upper bound of the groups to combine.
         min_chunk: fewest tiles of a split; the kernel is compiled for it.
+        alone: whether requests have the splits that each has alone, see the module.
     """
 
     batch: int
@@ -82,6 +87,17 @@ class SplitPlan:
     partial_blocks: int
     num_groups: int
     min_chunk: int = MIN_CHUNK
+    alone: bool = False
+
+    @property
+    def mode(self) -> int:
+        """How the kernel splits: 0 by the batch, 1 batch-invariant, 2 as alone."""
+        return 1 if self.batch_invariant else 2 if self.alone else 0
+
+    @property
+    def own_slots(self) -> int:
+        """Splits of a request of one query that is alone in a batch, at most."""
+        return max(1, self.target // -(-self.num_heads // self.block_rows))
 
     @property
     def can_split(self) -> bool:
@@ -103,6 +119,7 @@ def plan_splits(
     max_kv_len: int,
     num_ctas: int,
     batch_invariant: bool = False,
+    alone_rows: int = 0,
     max_q_len: int | None = None,
     min_chunk: int = MIN_CHUNK,
     buckets: Sequence[int] = BATCH_BUCKETS,
@@ -112,12 +129,15 @@ def plan_splits(
     Args:
         batch: requests. total_q: query tokens (upper bound). max_kv_len: upper bound of every length.
         num_ctas: CTAs of the kernel the device holds at once.
+        alone_rows: see the module; 0 splits by the batch.
         max_q_len: upper bound of one request's query tokens; it tightens the grid (an idle CTA still costs its start).
         min_chunk: fewest tiles of a split. buckets: what the kernel is compiled for, 1 or multiples of 32.
 
     Raises:
-        ScheduleError: batch beyond the largest bucket.
+        ScheduleError: batch beyond the largest bucket, or beyond `ALONE_BATCH` with `alone_rows`.
     """
+    if alone_rows and batch > ALONE_BATCH:
+        raise ScheduleError(f"batch is {batch}: at most {ALONE_BATCH} requests can be split as if each were alone")
     bucket = batch_bucket(batch, buckets)
     blocks = -(-total_q * num_heads // block_rows) + min(batch, total_q)
     if max_q_len is not None:
@@ -134,6 +154,12 @@ def plan_splits(
         items = min(items, blocks * splits)
         partial = min(2 * num_ctas, items) if splits > 1 else 0
         groups = min(num_ctas, blocks) if splits > 1 else 0
+        if alone_rows and batch > 1:
+            sequences = -(-batch // alone_rows)
+            own = -(-blocks // alone_rows)
+            items = max(num_ctas, own) + (min(num_ctas, own) // 2 if sequences > 1 else 0)
+            items = max(min(items * alone_rows, blocks * splits), blocks)
+            partial, groups = (items, blocks) if splits > 1 else (0, 0)
     return SplitPlan(
         batch,
         num_heads,
@@ -146,6 +172,7 @@ def plan_splits(
         partial,
         groups,
         min_chunk,
+        bool(alone_rows),
     )
 
 
@@ -185,13 +212,26 @@ def choose_chunk(plan: SplitPlan, tiles: Sequence[int], blocks: Sequence[int]) -
     return min(reversed(candidates), key=estimate)
 
 
+def own_chunk(plan: SplitPlan, tiles: int) -> int:
+    """Tiles of a split of a request of one query that is alone in a batch."""
+    return min(max(plan.min_chunk, -(-tiles // plan.own_slots)), MAX_CHUNK)
+
+
+def chunks(plan: SplitPlan, tiles: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """Tiles of a split, by request."""
+    own = [own_chunk(plan, t) for t in tiles]
+    items = sum(r * max(1, -(-t // c)) for t, r, c in zip(tiles, blocks, own, strict=True))
+    if plan.alone and plan.batch_bucket > 1 and items <= plan.num_items:
+        return own
+    return [choose_chunk(plan, tiles, blocks)] * len(tiles)
+
+
 def reference_items(plan: SplitPlan, q_lens: Sequence[int], kv_lens: Sequence[int]) -> Iterator[Item]:
     """The items the device computes for these lengths, in order (without the causal cut of `tile1`)."""
     tiles = [-(-n // TILE) for n in kv_lens]
     blocks = [-(-q * plan.num_heads // plan.block_rows) for q in q_lens]
-    chunk = choose_chunk(plan, tiles, blocks)
     part = 0
-    for b, (t, r) in enumerate(zip(tiles, blocks, strict=True)):
+    for b, (t, r, chunk) in enumerate(zip(tiles, blocks, chunks(plan, tiles, blocks), strict=True)):
         n = min(INVARIANT_SPLITS, -(-t // INVARIANT_CHUNK)) if plan.batch_invariant else -(-t // chunk)
         n = max(1, n)
         per = max(1, -(-t // n))

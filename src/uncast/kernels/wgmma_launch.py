@@ -20,7 +20,7 @@ LAYOUTS = ("fp8_e4m3", "fp8_ds_mla")
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 LOG2E = 1.4426950408889634
 MANY_TILES = 1 << 20
-"""Stands for any batch: the choice of a batch-invariant plan must not depend on it."""
+"""Stands for any batch: the choice of a plan that is batch-invariant, or splits as alone, must not depend on it."""
 MIN_CHUNK = 1
 """Fewest tiles of a split: a tile's own chain outweighs what a second tile would share."""
 STAGES = {"fp8_e4m3": {16: 5, 32: 5, 64: 4}, "fp8_ds_mla": {16: 4, 32: 4, 64: 3}}
@@ -113,7 +113,7 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
     spec = problem.spec
     most = spec.num_heads * (1 if spec.batch_invariant else spec.max_q_len)
     tiles = problem.batch_size * -(-problem.max_kv_len // TILE) * -(-most // 64)
-    rows = block_rows(most, MANY_TILES if spec.batch_invariant else tiles)
+    rows = block_rows(most, MANY_TILES if spec.batch_invariant or problem.alone_rows else tiles)
     overlap = overlaps(spec, batch=problem.batch_size, rows=rows, tiles=tiles, num_sms=num_sms)
     splits = plan_splits(
         batch=problem.batch_size,
@@ -124,6 +124,7 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
         max_q_len=spec.max_q_len,
         num_ctas=num_sms,
         batch_invariant=spec.batch_invariant,
+        alone_rows=0 if overlap else problem.alone_rows,
         min_chunk=MIN_CHUNK,
         buckets=OVERLAP_BUCKETS if overlap else BATCH_BUCKETS,
     )
@@ -184,7 +185,7 @@ def launch(plan: WgmmaPlan, call: Call) -> None:
         problem.batch_size,
         splits.target,
         int(spec.causal),
-        int(spec.batch_invariant),
+        splits.mode,
         call.lse_mode,
         call.scale_flags if external else 0,
         scratch.partial_lse.numel(),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from uncast.attention import MLAPagedAttention
+from uncast.kernels.row_tile import new_rows, whole_tile
 from uncast.latent.codec import Scale
 from uncast.models.config import ModelConfig
 from uncast.models.unabsorbed import PrefillSplit, attend_chunks
@@ -37,13 +38,15 @@ def absorbed(
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Values [n, heads, v] of queries [n, heads, nope] and [n, heads, rope] that `attention` is planned for."""
-    query = torch.bmm(q_nope.transpose(0, 1), weights.w_uk).transpose(0, 1)
-    latent = attention.run(query, q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1], indices=indices)
-    assert isinstance(latent, torch.Tensor)
+    tokens, rank = q_nope.shape[0], weights.w_uk.shape[2]
+    query = torch.bmm(whole_tile(q_nope).transpose(0, 1), weights.w_uk).transpose(0, 1)[:tokens]
+    latent = new_rows(query, tokens, query.shape[1], rank)
+    attention.run(query, q_pe, cache, ckv_scale=scales[0], kpe_scale=scales[1], indices=indices, out=latent)
+    tile = whole_tile(latent).transpose(0, 1)
     if not latent.is_cuda:
-        return torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
-    values = latent.new_empty(latent.shape[0], *weights.w_uv.shape[:2])  # where the product is to lie for o
-    torch.bmm(latent.transpose(0, 1), weights.w_uv.transpose(1, 2), out=values.transpose(0, 1))
+        return torch.bmm(tile, weights.w_uv.transpose(1, 2)).transpose(0, 1)[:tokens]
+    values = new_rows(latent, tokens, *weights.w_uv.shape[:2])  # where the product is to lie for o
+    torch.bmm(tile, weights.w_uv.transpose(1, 2), out=whole_tile(values).transpose(0, 1))
     return values
 
 

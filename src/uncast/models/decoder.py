@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from uncast.attention import MLAPagedAttention
+from uncast.kernels.row_tile import new_rows, tile_linear
 from uncast.latent.codec import Scale
 from uncast.models.attend import absorbed, by_chunk, project_down
 from uncast.models.config import ModelConfig
@@ -231,8 +232,10 @@ class MLADecoder:
         if not every:
             hidden, pending = hidden[rows], None if pending is None else pending[rows]
         normed, _ = add_norm(hidden, pending, norm, self.config.rms_norm_eps, self.config.residual_scale)
-        wanted = scaled(normed[rows] if every else normed, self.config.logit_scale)
-        logits = F.linear(wanted, self.lm_head)
+        wanted = normed
+        if every:
+            wanted = torch.index_select(normed, 0, rows, out=new_rows(normed, rows.shape[0], normed.shape[1]))
+        logits = tile_linear(scaled(wanted, self.config.logit_scale), self.lm_head)
         if self.parallel is not None:
             logits = self.parallel.gather(logits, self.config.vocab_size)
         return logits.to(torch.float32), normed

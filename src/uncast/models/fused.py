@@ -10,6 +10,7 @@ import importlib.util
 import torch
 from torch.nn import functional as F
 
+from uncast.kernels.row_tile import tile_linear, whole_tile
 from uncast.models.config import MoEConfig
 from uncast.models.rope import Rope
 
@@ -29,9 +30,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from uncast.kernels.norm_rope import add_rms_norm
 
         return add_rms_norm(x, weight, eps)[0]
-    wide = x.to(torch.float32)
+    wide = whole_tile(x).to(torch.float32)
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled.to(x.dtype)) * weight
+    return (scaled.to(x.dtype))[: x.shape[0]] * weight
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -99,7 +100,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, factor: float = 1.0) -> t
 
         if 0 < x.shape[0] <= router.MAX_LOGIT_ROWS:
             return router.router_logits(x, weight, factor)
-    return scaled(F.linear(x.to(torch.float32), weight), factor)
+    return scaled(tile_linear(x.to(torch.float32), weight), factor)
 
 
 def choose_experts(
@@ -129,6 +130,7 @@ def route(config: MoEConfig, logits: torch.Tensor, bias: torch.Tensor | None) ->
     "sigmoid" (DeepSeek-V3, section 2.1.2): group score = sum of the two best biased scores; weights are unbiased scores.
     "softmax" (DeepSeek-V2, section 2.2.2): group score = the best score.
     """
+    rows, logits = logits.shape[0], whole_tile(logits)
     scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(dim=-1)
     biased = scores if bias is None else scores + bias
     if config.num_groups > 1:
@@ -142,4 +144,4 @@ def route(config: MoEConfig, logits: torch.Tensor, bias: torch.Tensor | None) ->
     weights = scores.gather(1, chosen)
     if config.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * config.scale, chosen
+    return weights[:rows] * config.scale, chosen[:rows]

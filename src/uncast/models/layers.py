@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from uncast.kernels.row_tile import is_few
 from uncast.models.config import MoEConfig
 from uncast.models.experts import MLP, ExpertStack
 from uncast.models.fused import choose_experts, rms_norm, route
@@ -34,7 +35,7 @@ class MoE:
             return self.experts.mixed(x, weights, chosen, self.shared)
         out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
         weights = weights.to(x.dtype)
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 and not is_few(x):
             for weight, index in zip(weights[0], chosen[0].tolist(), strict=True):
                 out = out + self.experts[index](x) * weight
             return out

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from uncast.kernels import moe_rows, router
 from uncast.kernels import packed_matmul as kernel
 from uncast.kernels.norm_rope import silu_mul
+from uncast.kernels.row_tile import new_rows
 from uncast.quant.packed import Fp8Blocks, Nvfp4, Packed, Weight
 
 _SPLIT_PROGRAMS = 256
@@ -121,7 +122,7 @@ def packed_linear(x: torch.Tensor, weight: Packed, dtype: torch.dtype | None = N
     while tiles * splits < _SPLIT_PROGRAMS and columns % (2 * splits * step) == 0:
         splits *= 2
     if splits == 1:
-        out = x.new_empty(x.shape[0], rows, dtype=dtype)
+        out = new_rows(x, x.shape[0], rows, dtype=dtype)
         launch(x, weight, out, None)
         return out
     parts = torch.empty(splits, x.shape[0], rows, dtype=torch.float32, device=x.device)

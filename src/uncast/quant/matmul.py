@@ -1,12 +1,13 @@
-"""x @ w^T for dense and packed w: by torch where it is dense, by our kernel on a GPU, else dequantised on use."""
+"""x @ w^T for dense and packed w: by torch where it is dense (few rows as a whole tile, see `uncast.kernels.row_tile`), by our
+kernel on a GPU, else dequantised on use."""
 
 from __future__ import annotations
 
 import importlib.util
 
 import torch
-from torch.nn import functional as F
 
+from uncast.kernels.row_tile import tile_linear, whole_tile
 from uncast.quant.packed import Nvfp4, Packed, Weight
 
 KERNEL_DTYPE = torch.bfloat16
@@ -35,12 +36,12 @@ def grouped_serves(x: torch.Tensor, *stacks: Weight) -> bool:
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """x [n, columns] @ weight [rows, columns]^T, in x's dtype."""
     if isinstance(weight, torch.Tensor):
-        return F.linear(x, weight)
+        return tile_linear(x, weight)
     if 0 < x.shape[0] <= MAX_KERNEL_ROWS and kernel_serves(x, weight):
         from uncast.quant.grouped import packed_linear  # needs Triton
 
         return packed_linear(x, weight)
-    return F.linear(x, weight.dense(x.dtype))
+    return tile_linear(x, weight.dense(x.dtype))
 
 
 def linear_wide(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -53,4 +54,4 @@ def linear_wide(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
             return packed_linear(x, weight, torch.float32)
         weight = weight.dense(x.dtype)
-    return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return torch.mm(whole_tile(x), weight.T, out_dtype=torch.float32)[: x.shape[0]]
