@@ -21,6 +21,7 @@ from uncast.engine.sampler import Draw
 from uncast.engine.sequence import MTPState, Rows, Sequence, few_rows, tiles, whole
 from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, Staged, StaticStep, StepParts, StepRequest
 from uncast.engine.step_bytes import DraftPasses, StepBytes, counted_at, lengths_of_passes, step_bytes
+from uncast.kernels import row_tile
 from uncast.latent.codec import new_counters
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool
@@ -28,6 +29,10 @@ from uncast.models.decoder import ForwardBatch, MLADecoder
 from uncast.models.indexer import IndexCache
 
 __all__ = ["MTPState", "ModelRunner", "Rows", "RunnerError", "Sequence", "StepBytes"]
+
+
+ALONE_BACKENDS = ("native",)
+"""Backends that split a request's rows as if it were alone where they are asked to."""
 
 
 class ModelRunner:
@@ -93,8 +98,8 @@ class ModelRunner:
         self._tell: Callable[[Staged], None] | None = None
         self.attention_backend = self._warm_up()
         self.alone = (
-            model.device.type == "cuda"
-            and self.attention_backend == "native"
+            model.device.type in row_tile.DEVICES
+            and self.attention_backend in ALONE_BACKENDS
             and config.indexer is None
             and model.parallel is None
             and not deterministic
