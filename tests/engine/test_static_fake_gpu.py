@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,50 @@ def test_a_launch_with_drafts_makes_nobody_wait(gpu: FakeGpu, deterministic: boo
     gpu.launches.clear()
     runner.launch_drafted(3, [DraftedRequest(s.pages, [5, 6, 7, 8], s.cached, 3) for s in sequences], draws)
     assert sum(launch.kind == "copy" for launch in gpu.launches) == 3  # the random numbers, too
+
+
+@pytest.mark.parametrize("layout", ["fp8_ds_mla", "fp8_e4m3", "bf16"])
+def test_every_path_of_up_to_16_rows_computes_a_row_with_the_same_code(gpu: FakeGpu, layout: str) -> None:
+    """With and without drafts, in static buffers and eagerly, one request and several: products see the same shapes, and our
+    kernels have the same compile-time arguments, but for the batches that they can find their work in."""
+    seen, merges = dict[str, str](), set[str]()
+
+    def look(name: str, run: Callable[..., object], *given: object) -> None:
+        gpu.launches.clear()
+        run(*given)
+        found = [
+            (launch.name, launch.arguments["shapes"] if launch.kind == "aten" else constants(launch.arguments))
+            for launch in gpu.launches
+            if launch.name in ("linear", "bmm", "mm") or launch.kind == "triton"
+        ]
+        # there is none where no request is long enough to be split
+        merges.update(repr(kernel) for kernel in found if kernel[0] == "combine_kernel")
+        seen[name] = repr([kernel for kernel in found if kernel[0] != "combine_kernel"])
+
+    def constants(arguments: dict[str, Any]) -> list[tuple[str, object]]:
+        upper = [(key, value) for key, value in arguments.items() if key.isupper() and key != "BATCH"]
+        return sorted(upper) + [(key, arguments[key]) for key in ("target", "invariant") if key in arguments]
+
+    for drafts in (False, True):
+        runner = make_runner(gpu, "glm_flash", kv_layout=layout, drafts=drafts)
+        for count in (1, 4):
+            look(f"eager, {drafts=}, {count}", runner.step, [(s, 1) for s in cached(runner, count)])
+        assert runner.capture(16, drafts=[1, 3] if drafts else [], buckets=(1, 4, 8)) is None
+        for count in (1, 3, 8, 13):
+            look(f"{drafts=}, {count}", runner.launch, cached(runner, count, 20), [-1] * count)
+        for count, verified in ((1, 1), (1, 3), (4, 3), (7, 1)) if drafts else ():
+            sequences = cached(runner, count, 20)
+            for sequence in sequences:
+                sequence.drafts = [5] * verified
+            look(f"{count} with {verified}", runner.step, [(s, 1 + verified) for s in sequences])
+            assert runner.verified == count
+        for verified in (2, 8) if drafts else ():
+            (sequence,) = cached(runner, 1, 20)
+            sequence.drafts = [5] * verified
+            look(f"eager with {verified}", runner.step, [(sequence, 1 + verified)])
+            assert not runner.verified
+    groups = [[name for name in seen if seen[name] == one] for one in dict.fromkeys(seen.values())]
+    assert len(groups) == 1 and len(merges) == 1, groups
 
 
 def test_experts_that_the_host_calls_are_refused(gpu: FakeGpu) -> None:

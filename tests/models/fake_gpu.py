@@ -105,7 +105,13 @@ def pool_of(config: ModelConfig, layout: str, *, num_pages: int = 64, page_size:
 
 
 def batch_of(
-    model: MLADecoder, pool: PagedPool, lens: list[tuple[int, int]], *, backend: str = "auto", sparse: bool = False
+    model: MLADecoder,
+    pool: PagedPool,
+    lens: list[tuple[int, int]],
+    *,
+    backend: str = "auto",
+    sparse: bool = False,
+    alone_rows: int = 0,
 ) -> ForwardBatch:
     """A planned step of requests of (q_len, kv_len), with the logits of each one's last token, as the engine builds it."""
     config, device = model.config, "cuda"
@@ -128,6 +134,7 @@ def batch_of(
         total_q=ends[-1],
         num_pages=pool.num_pages,
         topk=topk,
+        alone_rows=alone_rows,
     )
     index = None
     if pool.index_storage is not None and pool.index_layout is not None:

@@ -135,3 +135,30 @@ def test_both_down_projections_are_views_of_one_matrix() -> None:
         assert attention.qkv_a is not None and attention.q_a is not None
         assert attention.qkv_a.shape[0] == attention.q_a.shape[0] + attention.kv_a.shape[0]
     assert meta_model(small("deepseek_v2_lite")).layers[1].attention.qkv_a is None
+
+
+@pytest.mark.parametrize(
+    ("packed", "layout"), [("", "fp8_ds_mla"), ("", "bf16"), ("fp8", "fp8_e4m3"), ("nvfp4", "fp8_ds_mla")]
+)
+def test_products_of_few_rows_are_the_same_whatever_their_number(packed: str, layout: str) -> None:
+    """A library takes its code, and with it a row's last bits, by the shapes that it sees: those of 1 to 16 rows are the same,
+    and no row is copied for that. Our kernels' compile-time arguments, tiles and splits among them, are the same, too."""
+    model = meta_model(config_of("glm_flash"), packed)
+    with fake_cuda(90) as gpu:
+        model = gpu.move(model)
+        pool, seen = pool_of(model.config, layout), set()
+        for rows in range(1, 17):
+            batch = batch_of(model, pool, [(1, 100)] * rows, alone_rows=1)
+            gpu.launches.clear()
+            model.forward(batch)
+            products = [launch.arguments["shapes"] for launch in gpu.launches if launch.name in ("linear", "bmm", "mm")]
+            ours = [
+                (launch.name, *((name, value) for name, value in sorted(launch.arguments.items()) if name.isupper()))
+                for launch in gpu.launches
+                if launch.kind == "triton"
+            ]
+            assert not any("pad" in name for name in gpu.names())
+            ours = [[part for part in kernel if part[0] != "BATCH"] for kernel in ours if kernel[0] != "sort_kernel"]
+            seen.add(repr((products, ours, len(gpu.launches))))
+        assert len(seen) == 1
+        assert all(16 in shapes[0] for shapes in products)
