@@ -83,6 +83,27 @@ def test_a_verified_peer_is_taken_when_it_is_faster_and_never_imported_before(mo
     assert auto(replace(hopper, num_heads=8)) == "native" and "flashmla" not in made
 
 
+class RoundsP(TorchCpuBackend):
+    """Reads an FP8 cache as it is stored and rounds probabilities to BF16."""
+
+    name = "rounds_p"
+    bf16_probabilities = ("fp8_e4m3",)
+
+
+def test_over_fp8_only_what_keeps_the_default_accuracy_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._BACKENDS, "rounds_p", f"{__name__}:RoundsP")
+    monkeypatch.setattr(registry, "AUTO_ORDER", {"cpu": ("rounds_p", "torch_cpu"), "cuda": ()})
+    here = ProblemSpec(num_heads=4, kv_layout="fp8_e4m3", q_data_type=torch.float32, device="cpu")
+    probed("rounds_p", here, 1.0)
+    assert auto(here) == "torch_cpu" and auto(replace(here, kv_layout="bf16")) == "rounds_p"
+    assert MLAPagedAttention("rounds_p").resolve(here) == "rounds_p"
+    monkeypatch.setattr(registry, "AUTO_ORDER", {"cpu": ("rounds_p",), "cuda": ()})
+    with pytest.raises(
+        Refused, match=r"rounds_p rounds to BF16 on the way from an FP8 cache to its output: ask for it by"
+    ):
+        auto(here)
+
+
 def test_what_casts_or_rounds_is_never_taken() -> None:
     for names in registry.AUTO_ORDER.values():
         for name in names:

@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 REASONS = {
     "abort": "abort ends its process with SIGABRT in run(): kernel.cu:143: no eligible operator",
     "hang": "hang does not come back from run() within 1 s",
-    "nan": "nan leaves NaN or infinity in 1 of 49152 output values, and the oracle's are finite",
+    "nan": "nan leaves NaN or infinity in 1 of 65536 output values, and the oracle's are finite",
     "zeros": "zeros gives zeros only, and the oracle does not",
     "out_of_bounds": "out_of_bounds writes out of bounds: 0 bytes before `out` and 16 after it changed",
 }
 IN_PROCESS = {
     "before": "before writes out of bounds: 4 bytes before `lse` and 0 after it changed",
-    "partial": "partial leaves NaN or infinity in 8192 of 49152 output values",
+    "partial": "partial leaves NaN or infinity in 8192 of 65536 output values",
     "scribbler": "scribbler writes to the cache in run(): only write() may",
     "neighbour": "neighbour gives a request other bits in a batch than alone, and batch_invariant was asked for",
     "static_assertion": "static_assertion fails to compile on a static assertion: mla_hopper.cuh(143): error: static assertion",

@@ -229,6 +229,13 @@ def test_the_documented_matrix_of_the_peers() -> None:
         assert rows[name, "fp8_e4m3"]["reason"] == (
             f"{name} takes bfloat16 queries over a bf16 cache, not bfloat16 queries over fp8_e4m3"
         )
+    promises = {key: (row["tensor_error"], row["few_rows_error"]) for key, row in rows.items()}
+    assert promises["native", "fp8_ds_mla"] == promises["pool_cast:torch_cpu", "fp8_e4m3"] == (0.0025, 0.0025)
+    assert promises["native", "bf16"] == promises["gather_cast:native", "fp8_e4m3"] == (0.0025, 0.0042)
+    assert (
+        promises["flashinfer_fa3", "fp8_e4m3"] == promises["pool_cast:flashinfer_fa2", "fp8_ds_mla"] == (0.003, 0.0046)
+    )
+    assert promises["flashmla_lossy_q", "fp8_e4m3"] == (0.05, 0.05) and promises["native", "fp32"] == (None, None)
     assert rows["gather_cast:flashmla", "fp8_ds_mla"]["reads"] == "a bf16 copy"
     assert rows["all", "fp8_e5m2"]["reason"].startswith("KV cache layout 'fp8_e5m2' is refused")
     assert all(row["reason"] if row["status"] == "refused" else row["gpus"] for row in rows.values())
@@ -249,7 +256,14 @@ def test_claims_run_nothing_and_tell_what_is_installed(
     )
     assert out.count("reads values rounded to bf16\n") == 2  # flashinfer_fa2 and _fa3, over fp8_e4m3 only
     assert "\n  refused: fp8_e5m2 (KV cache layout 'fp8_e5m2' is refused: no kernel reads e5m2 rows" in out
-    assert out.endswith("gather_cast:NAME and pool_cast:NAME: FP8 layouts, as a BF16 copy, wherever NAME claims bf16\n")
+    assert (
+        "\ngather_cast:NAME and pool_cast:NAME: FP8 layouts, as a BF16 copy, wherever NAME claims bf16\nerror: " in out
+    )
+    assert "where fewer than 281 (query row, head) make up the output (docs/probe.md)\n" in out
+    assert out.count("      error up to 2.5e-03\n") == 6  # native and torch_cpu, but native over bf16
+    assert out.count("      error up to 2.5e-03; of few rows 4.2e-03\n") == 3
+    assert out.count("      error up to 3.0e-03; of few rows 4.6e-03\n") == 6
+    assert "few rows" not in run(capsys, "--claims", "--backend", "native", "--layout", "fp8_e4m3")[1]
 
 
 def test_no_claim_of_the_matrix_is_taken_back_by_the_backend() -> None:

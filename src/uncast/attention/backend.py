@@ -7,6 +7,7 @@ A backend instance belongs to one `MLAPagedAttention`; `plan` may keep state on 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,11 @@ class Backend(ABC):
         uniform_q_len: whether all requests of a batch must have the same number of query rows.
         lossy: rounds queries to FP8. Such a backend is measured against wider bounds, its name says so, and `auto` never takes
             it.
+        bf16_probabilities: layouts over which the probabilities P are rounded to BF16 before P x V, as tensor cores want it
+            where V is BF16.
+        bf16_partials: layouts over which the result of a piece of a context that is split is rounded to BF16 before pieces are
+            merged, and then once more.
+            Both are allowed what `uncast.verify.accuracy` derives for them, and nothing else is.
     """
 
     name: str
@@ -63,6 +69,8 @@ class Backend(ABC):
     cuda_graph: bool = False
     uniform_q_len: bool = False
     lossy: bool = False
+    bf16_probabilities: Collection[str] = ()
+    bf16_partials: Collection[str] = ()
 
     def rounded_layout(self, spec: ProblemSpec) -> str | None:
         """The layout whose values attention is computed with where those are not the stored ones; else None."""

@@ -12,9 +12,10 @@ from uncast.attention.backend import Backend, Capability
 from uncast.attention.problem import ProblemSpec
 from uncast.backends._write import FusedWriter
 from uncast.latent.codec import Scale, decode_rows
-from uncast.latent.layouts import RowLayout, row_layout
+from uncast.latent.layouts import LAYOUT_NAMES, RowLayout, row_layout
 
 CHUNK_ROWS = 4096
+_FP8_LAYOUTS = tuple(name for name in LAYOUT_NAMES if row_layout(name).is_fp8)
 
 
 class RecastBackend(FusedWriter):
@@ -27,6 +28,8 @@ class RecastBackend(FusedWriter):
         self.inner = inner
         self.name = f"{self.wrapper}:{inner.name}"
         self.requires, self.uniform_q_len, self.lossy = inner.requires, inner.uniform_q_len, inner.lossy
+        self.bf16_probabilities = _FP8_LAYOUTS if "bf16" in inner.bf16_probabilities else ()
+        self.bf16_partials = _FP8_LAYOUTS if "bf16" in inner.bf16_partials else ()
         self._scratch: torch.Tensor | None = None
 
 

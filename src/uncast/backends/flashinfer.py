@@ -4,6 +4,10 @@ Contract as its 0.7.2 sources state it: BF16/FP16 cache of the query's dtype on 
 with BF16 queries and per-tensor scales on sm_90 only. Scales are host floats there, so a device scale costs a sync. The
 kernels multiply codes with the scale in BF16 (both are rounded; exact for scales that are powers of two), so over FP8 they
 attend to rounded values and miss the default accuracy for other scales.
+
+P has the type of the queries over both caches, BF16 (`convert_s_to_p` in include/flashinfer/attention/mla_hopper.cuh, `p_f16`
+in mla.cuh). So have the pieces of a split context (`partial_o` is of the output's type in csrc/batch_mla_run.cu and
+batch_mla_sm90_run.cu), which its scheduler cuts into 32 rows or more as a batch leaves multiprocessors idle.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ class _FlashAttention(FlashInferBackend):
     """Both kernels: the same metadata and the same call."""
 
     rounds_fp8 = True
+    bf16_probabilities = ("bf16", "fp8_e4m3")
+    bf16_partials = ("bf16", "fp8_e4m3")
 
     @classmethod
     def refusal(cls, spec: ProblemSpec) -> str | None:

@@ -9,6 +9,11 @@ claimed here.
     xqa          sm_120, sm_121           pages of 16 to 128  128 heads    q_len 1               no LSE
     cutlass      sm_10x, sm_11x           pages of 1 to 128   128 heads    q_len 1               no LSE, sm_scale 192**-0.5
 
+P is BF16 in xqa (`storeOrderedXToShmBf16` in csrc/xqa/mla_sm120.cu) and cutlass (`smem_p` is of the queries' type in include/
+flashinfer/attention/blackwell/kernel/sm100_fmha_mla_tma_warpspecialized.hpp) by their sources; trtllm-gen's kernels come as
+binaries, and it is assumed of them. Pieces of a split context are BF16 in xqa (`PartialResult`) and trtllm-gen (`DtypePartialO`
+in csrc/fmhaReduction.cu), FP32 in cutlass (`ptr_o_acc`).
+
 A request of length 0 is given to them as one row of page 0 and overwritten afterwards: what they do with an empty one is not
 part of their contracts.
 """
@@ -35,6 +40,7 @@ class DenseTableBackend(FlashInferBackend):
     """The adapters' common plan and run."""
 
     uniform_q_len = True
+    bf16_probabilities = ("bf16",)
     archs: ClassVar[tuple[int, ...]]
     page_sizes: ClassVar[tuple[int, ...]]
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((512, 64),)
@@ -119,6 +125,7 @@ class FlashInferTrtllmGen(DenseTableBackend):
 
     name = "flashinfer_trtllm_gen"
     kernel = "trtllm-gen"
+    bf16_partials = ("bf16",)
     archs = (100, 103, 107)
     page_sizes = (32, 64)
     head_dims = ((512, 64), (256, 64))
@@ -138,6 +145,7 @@ class FlashInferXqa(DenseTableBackend):
 
     name = "flashinfer_xqa"
     kernel = "xqa"
+    bf16_partials = ("bf16",)
     archs = (120, 121)
     page_sizes = (16, 32, 64, 128)
 

@@ -2,11 +2,15 @@
 
 `flashmla` reads a BF16 cache. `flashmla_lossy_q` reads an FP8 cache but rounds the queries (and inside, the probabilities) to
 FP8: it misses the default accuracy by an order of magnitude, so it exists only under this name and `auto` never takes it.
+
+`flashmla` rounds P to BF16 (`rPb` is of the input's type in FlashMLA's csrc/sm90/decode/dense/splitkv_mla.cuh) and merges
+pieces of split contexts from FP32 (`gOorAccum` there).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ class FlashMLABackend(FusedWriter):
     layout = "bf16"
     requires = "sgl-flash-mla"
     uniform_q_len = True
+    bf16_probabilities: Collection[str] = ("bf16",)
 
     def __init__(self) -> None:
         import flash_mla
@@ -108,6 +113,7 @@ class FlashMLALossyQ(FlashMLABackend):
     name = "flashmla_lossy_q"
     layout = "fp8_e4m3"
     lossy = True
+    bf16_probabilities = ()
 
     def _make_schedule(self, problem: Problem) -> Any:
         schedule = self._library.get_mla_metadata()[0]

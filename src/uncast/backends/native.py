@@ -2,6 +2,9 @@
 
 On Hopper the warp-specialised wgmma kernels run what they support, else the portable mma.sync kernels; dense and sparse
 attention have a pair each.
+
+FP8 values are exact in FP16, so over FP8 caches P is FP16, too, an eighth of BF16's error. Over a bf16 cache P is BF16. Pieces
+of split contexts are merged from FP32 or FP16.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class NativeBackend(FusedWriter):
     name = "native"
     requires = "triton"
     cuda_graph = True
+    bf16_probabilities = ("bf16",)
 
     def __init__(self, kernel: str = "auto") -> None:
         if kernel not in ("auto", "mma", "wgmma"):

@@ -11,9 +11,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from uncast.verify.accuracy import FEW_QUERY_HEADS
 from uncast.verify.probe_claims import ranges
 
 OnRow = Callable[[dict[str, Any], int, int], None]
+ERRORS_NOTE = (
+    f"error: relative, of the whole output; of few rows: where fewer than {FEW_QUERY_HEADS} (query row, head) make up the "
+    "output (docs/probe.md)"
+)
 
 
 @contextmanager
@@ -37,7 +42,7 @@ def rows_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Probed on this machine")
     for name in ("backend", "layout", "queries", "heads", "pages", "modes"):
         table.add_column(name)
-    for name in ("verified", "failed", "row error", "error"):
+    for name in ("verified", "failed", "row error", "error", "few rows"):
         table.add_column(name, justify="right")
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -48,7 +53,8 @@ def rows_table(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             *map(escape, group), ranges(sorted({row["num_heads"] for row in members})),
             ranges(sorted({row["page_size"] for row in members})), ", ".join(dict.fromkeys(row["mode"] for row in members)),
-            str(good), f"[red]{bad}[/red]" if bad else "0", _worst(members, "row_error"), _worst(members, "tensor_error"),
+            str(good), f"[red]{bad}[/red]" if bad else "0", _worst(members, "row_error"),
+            _worst(members, "tensor_error", "many_rows_error"), _worst(members, "few_rows_error"),
         )  # fmt: skip
     return table
 
@@ -81,6 +87,8 @@ def claims_lines(rows: list[dict[str, Any]]) -> list[str]:
     if casts and len(blocks) > 1:
         names = " and ".join(f"{cast}:NAME" for cast in casts)
         lines.append(f"{names}: FP8 layouts, as a BF16 copy, wherever NAME claims bf16")
+    if any(row["few_rows_error"] != row["tensor_error"] for row in rows):
+        lines.append(ERRORS_NOTE)
     return lines
 
 
@@ -106,7 +114,9 @@ def _claimed(row: dict[str, Any]) -> list[str]:
     facts += ["sparse, too"] if row["sparse"] else []
     facts += [f"reads {row['reads']}"] if row["reads"] != "as stored" else []
     facts += ["batch_invariant"] if row["batch_invariant"] else []
-    return [f"  {row['kv_layout']}: {chips}", f"      {'; '.join(facts)}"]
+    worst = "" if row["few_rows_error"] == row["tensor_error"] else f"; of few rows {row['few_rows_error']:.1e}"
+    errors = f"error up to {row['tensor_error']:.1e}{worst}"
+    return [f"  {row['kv_layout']}: {chips}", f"      {'; '.join(facts)}", f"      {errors}"]
 
 
 def _refusals(rows: list[dict[str, Any]]) -> list[str]:
@@ -133,6 +143,6 @@ def _by_dtypes(gpus: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
     return list(grouped.items())
 
 
-def _worst(rows: list[dict[str, Any]], name: str) -> str:
-    errors = [row[name] for row in rows if row[name] is not None]
+def _worst(rows: list[dict[str, Any]], *names: str) -> str:
+    errors = [row[name] for row in rows for name in names if row[name] is not None]
     return f"{max(errors):.1e}" if errors else "-"

@@ -11,7 +11,6 @@ import torch
 
 from uncast.attention import (
     AttentionPlan,
-    Backend,
     ClaimedCapabilityWarning,
     MLAPagedAttention,
     Problem,
@@ -22,23 +21,24 @@ from uncast.attention.oracle import mla_oracle, relative_errors
 from uncast.attention.verified import mark_verified
 from uncast.latent.codec import Scale, decode_rows, encode_rows
 from uncast.latent.layouts import row_layout
+from uncast.verify.accuracy import (
+    BF16_P_ERROR,
+    BF16_PARTIALS_ERROR,
+    MAX_LSE_ERROR,
+    MAX_ROW_ERROR,
+    MAX_TENSOR_ERROR,
+    Accuracy,
+    allowed_errors,
+)
 from uncast.verify.bands import BandedTensor
+from uncast.verify.bf16_contexts import FEW_ROWS, MANY_ROWS, flatten_scores, tune_few_rows
 from uncast.verify.cases import ProbeCase, make_case, plan_case, run_case, run_without_lse
+from uncast.verify.probe_errors import broken_output, parts_of, wrong_lse
 
 __all__ = [
-    "LOSSY_LSE_ERROR", "LOSSY_ROW_ERROR", "LOSSY_TENSOR_ERROR", "MAX_LSE_ERROR", "MAX_ROW_ERROR", "MAX_TENSOR_ERROR",
-    "ProbeCase", "ProbeInputs", "ProbeResult", "Rounding", "make_case", "plan_case", "probe_combination", "run_case",
+    "BF16_PARTIALS_ERROR", "BF16_P_ERROR", "MAX_LSE_ERROR", "MAX_ROW_ERROR", "MAX_TENSOR_ERROR", "ProbeCase", "ProbeInputs",
+    "ProbeResult", "Rounding", "allowed_errors", "make_case", "plan_case", "probe_combination", "run_case",
 ]  # fmt: skip
-
-MAX_ROW_ERROR = 1e-2
-"""Allowed relative error of one (token, head)."""
-MAX_TENSOR_ERROR = 2.5e-3
-"""Allowed relative error of the whole output."""
-LOSSY_ROW_ERROR, LOSSY_TENSOR_ERROR = 0.2, 0.05
-"""The same for a backend that rounds queries to FP8 and says so: 1.5 times what FlashMLA's showed on an H200 over 22 rows of
-the grid (0.13 of a row, 0.033 of the whole)."""
-MAX_LSE_ERROR, LOSSY_LSE_ERROR = 5e-3, 0.4
-"""Allowed difference of the LSE. Lossy: 1.5 times what rounding the queries alone makes in float64 over that grid (0.27)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class ProbeResult:
     tensor_error: float = math.nan
     stored_error: float = math.nan
     """`tensor_error` against the values as stored, where that is against rounded ones."""
+    few_rows_error: float = math.nan
+    """Of the request of a few rows alone; NaN where there is none."""
+    many_rows_error: float = math.nan
+    """Of the request of many rows alone."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,15 @@ class Rounding:
 
 @dataclass
 class ProbeInputs:
-    """The batch that probes of specs with the same shapes share, and the oracle's answers to it."""
+    """The batch that probes of specs with the same shapes share, and the oracle's answers to it.
+
+    Its last two requests are those of `verify.bf16_contexts`; `tuned`: whether that was possible of the last.
+    """
 
     key: tuple[object, ...]
     case: ProbeCase
     pristine: torch.Tensor
+    tuned: bool = False
     references: dict[tuple[bool, Rounding | None], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -89,17 +97,28 @@ class ProbeInputs:
         if before is not None and before.key == key:
             return before
         page = spec.page_size
-        kv_lens = [0, 1, page, page + 1, 3 * page + 2, 130]
+        kv_lens = [0, 1, page, page + 1, 3 * page + 2, 130, MANY_ROWS, FEW_ROWS]
         if spec.max_q_len == 1:
             q_lens = [1] * len(kv_lens)
         elif uniform_q_len:
             q_lens = [min(spec.max_q_len, 4)] * len(kv_lens)
             kv_lens = [max(kv, q_lens[0]) if kv else 0 for kv in kv_lens]
         else:
-            q_lens = [1, 1, min(spec.max_q_len, page), 2, min(spec.max_q_len, 5), spec.max_q_len]
+            q_lens = [
+                1,
+                1,
+                min(spec.max_q_len, page),
+                2,
+                min(spec.max_q_len, 5),
+                spec.max_q_len,
+                min(spec.max_q_len, 8),
+                2,
+            ]
             q_lens = [min(q, max(1, kv)) for q, kv in zip(q_lens, kv_lens, strict=True)]
         case = make_case(spec, kv_lens, q_lens)
-        return cls(key, case, case.cache.clone())
+        flatten_scores(case, len(kv_lens) - 2)
+        tuned = tune_few_rows(spec, case, len(kv_lens) - 1)
+        return cls(key, case, case.cache.clone(), tuned)
 
     def reference(self, problem: Problem, rounding: Rounding | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The oracle's output and LSE (in the problem's base) over the cache, or over its values as `rounding` leaves them."""
@@ -152,7 +171,8 @@ def probe_combination(
     """Runs `backend` twice on a small batch of `spec`; on success the combination counts as verified in this process.
 
     A backend that attends to rounded values (`rounded_layout`), in a copy of the cache or on the fly, is measured against
-    those: rounding is what it is there to show. A lossy backend is measured against its own bounds.
+    those: rounding is what it is there to show. What it may err by is `verify.accuracy`'s to say, of the whole batch and also
+    of each of the two requests that are there to show what is rounded to BF16, which the norm of the whole would hide.
 
     Args:
         inputs: those of a probe before, used again where they fit.
@@ -175,15 +195,17 @@ def probe_combination(
     with_lse = traits.capability(replace(problem.spec, return_lse=True)).ok
     first, second = (_Run.of(attention, case, with_lse) for _ in range(2))
     expected, expected_lse = inputs.reference(problem, None if plan is None else Rounding.of(plan))
-    out = first.out.tensor
-    row_error, tensor_error = relative_errors(out, expected)
-    stored_error = relative_errors(out, inputs.reference(problem, None)[0])[1]
+    out, accuracy = first.out.tensor, Accuracy.of(traits, problem.spec.layout.name)
+    parts = parts_of(problem, inputs.tuned, out, expected, accuracy)
+    whole, few, many = (part.errors for part in parts)
+    errors = (*whole, relative_errors(out, inputs.reference(problem, None)[0])[1], few[1], many[1])
     reason = (
         _overrun(first)
         or _overrun(second)
         or _changed_inputs(inputs)
-        or _wrong_output(out, expected, (row_error, tensor_error), traits)
-        or ("" if first.lse is None else _wrong_lse(first.lse.tensor, expected_lse, traits))
+        or broken_output(out, expected)
+        or next((part.fault for part in parts if part.fault), "")
+        or ("" if first.lse is None else wrong_lse(first.lse.tensor, expected_lse, accuracy))
         or ("" if first.same_bits(second) else "gives different bits in two runs on the same input")
     )
     if not reason and thorough and spec.batch_invariant:
@@ -192,9 +214,9 @@ def probe_combination(
         tell("graph")
         reason = _graph_fault(attention, case, first)
     if reason:
-        return ProbeResult(False, f"{backend} {reason}", row_error, tensor_error, stored_error)
+        return ProbeResult(False, f"{backend} {reason}", *errors)
     mark_verified(backend, replace(problem.spec, max_q_len=spec.max_q_len))
-    return ProbeResult(True, "", row_error, tensor_error, stored_error)
+    return ProbeResult(True, "", *errors)
 
 
 def _overrun(run: _Run) -> str:
@@ -210,31 +232,6 @@ def _changed_inputs(inputs: ProbeInputs) -> str:
         return ""
     inputs.case.cache.copy_(inputs.pristine)
     return "writes to the cache in run(): only write() may"
-
-
-def _wrong_output(out: torch.Tensor, expected: torch.Tensor, errors: tuple[float, float], traits: Backend) -> str:
-    bad = int((~out.isfinite()).sum())
-    if bad:
-        return f"leaves NaN or infinity in {bad} of {out.numel()} output values, and the oracle's are finite"
-    if bool(expected.any()) and not bool(out.any()):
-        return "gives zeros only, and the oracle does not"
-    row, tensor = (LOSSY_ROW_ERROR, LOSSY_TENSOR_ERROR) if traits.lossy else (MAX_ROW_ERROR, MAX_TENSOR_ERROR)
-    if errors[0] <= row and errors[1] <= tensor:
-        return ""
-    return (
-        f"differs from the oracle: relative error {errors[0]:.1e} of a row, {errors[1]:.1e} of the whole "
-        f"(allowed: {row:.1e}, {tensor:.1e})"
-    )
-
-
-def _wrong_lse(lse: torch.Tensor, expected: torch.Tensor, traits: Backend) -> str:
-    live = expected.isfinite()
-    error = float((lse.double() - expected)[live].abs().max()) if bool(live.any()) else 0.0
-    dead = bool((lse[~live] == -math.inf).all())
-    if error <= (LOSSY_LSE_ERROR if traits.lossy else MAX_LSE_ERROR) and dead:
-        return ""
-    where = f"by {error:.1e}" if dead else "where a query sees no row it is not -inf"
-    return f"differs from the oracle in its LSE: {where}"
 
 
 def _batch_fault(backend: str, spec: ProblemSpec, case: ProbeCase, first: _Run) -> str:

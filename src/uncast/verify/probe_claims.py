@@ -20,6 +20,7 @@ from uncast.attention.verified import SM_SCALE, SPARSE_TOPK
 from uncast.backends._recast import recast_capability
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
 from uncast.latent.pool import MAX_PAGE_SIZE
+from uncast.verify.accuracy import Accuracy
 from uncast.verify.probe_grid import Filters, layouts
 
 GPU_ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
@@ -69,6 +70,8 @@ def _row(name: str, kv_layout: str) -> dict[str, Any]:
         "uniform_q_len": made.uniform_q_len,
         "reads": _reads(bool(wrapper), made.rounds_fp8 and kv_layout.startswith("fp8")),
     }
+    accuracy = Accuracy.of(made, "bf16" if wrapper else kv_layout)
+    promise = {"tensor_error": round(accuracy.many_error, 4), "few_rows_error": round(accuracy.few_error, 4)}
     ask = _asker(inner, made)
     if ask is None:
         return _empty(name, kv_layout, f"{name} cannot be asked before {made.requires} is installed") | state
@@ -83,7 +86,13 @@ def _row(name: str, kv_layout: str) -> dict[str, Any]:
         others = (spec for layout in LAYOUT_NAMES for spec in _able(ask, layout))
         nearest = next(others, replace(_base(kv_layout), arch=90))  # refused for its layout, where it can be
         return _empty(name, kv_layout, ask(replace(nearest, kv_layout=kv_layout)).reason) | state
-    return _empty(name, kv_layout, "") | state | {"status": "claimed", "gpus": _chips(able)} | _properties(ask, able)
+    return (
+        _empty(name, kv_layout, "")
+        | state
+        | promise
+        | {"status": "claimed", "gpus": _chips(able)}
+        | _properties(ask, able)
+    )
 
 
 def _reads(copies: bool, rounds: bool) -> str:
@@ -149,7 +158,7 @@ def _empty(name: str, kv_layout: str, reason: str) -> dict[str, Any]:
         "backend": name, "kv_layout": kv_layout, "status": "refused", "reason": reason, "gpus": {}, "heads": "",
         "heads_causal_extend": "", "page_sizes": [], "extend": False, "causal": False, "lse_bases": [], "head_dims": [],
         "batch_invariant": False, "sparse": False, "cuda_graph": False, "lossy_q": False, "uniform_q_len": False,
-        "reads": "", "package": "", "installed": "",
+        "reads": "", "tensor_error": None, "few_rows_error": None, "package": "", "installed": "",
     }  # fmt: skip
 
 

@@ -59,6 +59,8 @@ class ProbeKey:
             "row_error": None,
             "tensor_error": None,
             "stored_error": None,
+            "few_rows_error": None,
+            "many_rows_error": None,
             "seconds": None,
             "run_us": None,
         }

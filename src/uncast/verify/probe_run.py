@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from uncast.attention import registry
+from uncast.attention.select import misses_default
 from uncast.attention.verified import VARIANTS, cache_path, learn, machine, read_rows, write_rows
 from uncast.latent.layouts import row_layout
 from uncast.verify.probe_crew import COMPILE_SECONDS, MAX_DEATHS, START_SECONDS, Crew, Deaths, WorkerDied
@@ -284,7 +285,7 @@ def _measure(session: _Session) -> None:
 def _auto_may_take(key: ProbeKey) -> bool:
     if key.backend not in registry.AUTO_ORDER[key.device]:
         return False
-    return not (registry.backend_class(key.backend).rounds_fp8 and row_layout(key.kv_layout).is_fp8)
+    return not misses_default(registry.backend_class(key.backend), row_layout(key.kv_layout))
 
 
 def _remember(device: str, rows: list[dict[str, Any]], report: Report) -> None:

@@ -118,6 +118,8 @@ def probe_key(
         "row_error": _finite(max(r.row_error for r in results)) if results else None,
         "tensor_error": _finite(max(r.tensor_error for r in results)) if results else None,
         "stored_error": _finite(max(r.stored_error for r in results)) if results else None,
+        "few_rows_error": _finite(max(r.few_rows_error for r in results)) if results else None,
+        "many_rows_error": _finite(max(r.many_rows_error for r in results)) if results else None,
         "seconds": _since(start),
     }
     if not results:
