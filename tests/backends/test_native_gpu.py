@@ -196,6 +196,39 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(backend: str, layout: s
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [4, 20, 64])
+@pytest.mark.filterwarnings("ignore::uncast.attention.ClaimedCapabilityWarning")
+def test_rows_of_a_sequence_have_the_bits_that_each_has_alone(backend: str, layout: str, heads: int) -> None:
+    """2 to 9 rows, at lengths where tiles and splits change, whatever bound of lengths the plans have."""
+    spec = spec_of(kv_layout=layout, num_heads=heads)
+    for last, rows in [(9, 9), (66, 3), (700, 2), (4097, 5), (8450, 4), (16899, 3), (17000, 9), (40000, 2)]:
+        case = make_case(spec, list(range(last - rows + 1, last + 1)), [1] * rows)
+        given: dict[str, Any] = {
+            "num_heads": heads, "page_size": spec.page_size, "sm_scale": spec.sm_scale, "kv_layout": layout, "max_q_len": 1,
+        }  # fmt: skip
+        attention = MLAPagedAttention(backend)
+        attention.plan(
+            case.qo_indptr,
+            block_tables=case.block_tables,
+            seq_lens=case.seq_lens,
+            total_q=rows,
+            alone_rows=rows,
+            **given,
+        )
+        together, _ = run_case(attention, case)
+        single = MLAPagedAttention(backend)
+        for row in range(rows):
+            one = slice(row, row + 1)
+            single.plan(
+                case.qo_indptr[:2], block_tables=case.block_tables[one, : -(-(last - rows + 1 + row) // spec.page_size)],
+                seq_lens=case.seq_lens[one], total_q=1, alone_rows=1, **given,
+            )  # fmt: skip
+            alone, _ = run_case(single, replace(case, q_nope=case.q_nope[one], q_pe=case.q_pe[one]))
+            assert torch.equal(alone, together[one]), (last, rows, row)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_graph_replays_with_other_lengths_and_tables(backend: str, layout: str) -> None:
     spec = spec_of(kv_layout=layout, num_heads=16, max_q_len=2)
     case = make_case(spec, [70, 9000, 1], [2, 2, 2])

@@ -78,7 +78,15 @@ def meta_model(
     config: ModelConfig, packed: str = "", *, parallel: Parallel | None = None, mtp: bool = False, prefill: str = "auto"
 ) -> MLADecoder:
     """What `load_model` makes, on the device `meta`."""
-    device, source = torch.device("meta"), MetaSource(packed)
+    return model_of(config, MetaSource(packed), "meta", parallel=parallel, mtp=mtp, prefill=prefill)
+
+
+def model_of(
+    config: ModelConfig, source: MetaSource, where: str, *, parallel: Parallel | None = None, mtp: bool = False,
+    prefill: str = "auto",
+) -> MLADecoder:  # fmt: skip
+    """What `load_model` makes of a source's tensors, on the device `where`."""
+    device = torch.device(where)
     loader = LayerLoader(config, source, torch.bfloat16, device, True, 0, parallel)  # type: ignore[arg-type]
     embed = loader.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = [loader.layer(i) for i in range(config.num_layers)]
