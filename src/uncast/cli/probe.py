@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--timeout", type=_seconds, metavar="S", help="seconds per case (60, on a GPU 180)")
     add("--jobs", type=_jobs, metavar="N", help="workers side by side (one a core, at most 16)")
     add("--register", action="append", type=_registration, metavar="NAME=PATH", help=f"add a backend: {REGISTER_HINT}")
-    add("--claims", action="store_true", help="print what backends claim for all GPUs, without running anything")
+    add("--claims", action="store_true", help="print what backends claim and promise for all GPUs; runs nothing")
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
