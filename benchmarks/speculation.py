@@ -3,12 +3,11 @@
     python benchmarks/speculation.py --prompts 200 --csv benchmarks/results/speculation-cpu.csv
     python benchmarks/speculation.py --prompts 200 --device cuda --csv benchmarks/results/speculation-h200.csv
 
-Prompts are cut from the bundled model's held-out text; requests run one at a time without a prefix cache. A row is one setting;
-`texts_changed` counts texts that differ from those of the same mode without drafts. Exit code 1 if a greedy one does; a sampled
-one may outside of deterministic mode, by rounding. `speedup` is against the row without drafts before it. On a GPU the model is
-in BF16, and its steps are CUDA graphs where they can be captured; there a greedy text, too, can change outside of deterministic
-mode, at a tie within rounding, and texts of deterministic mode alone decide the exit code. A mode that the machine cannot keep
-is said and left out.
+Prompts are cut from the bundled model's held-out text; requests run without a prefix cache and one at a time, in deterministic
+mode on a GPU `GPU_DETERMINISTIC_BATCH`. A row is one setting; `texts_changed` counts texts that differ from those of the same
+mode without drafts. Exit code 1 if a greedy one does; a sampled one may outside of deterministic mode, by rounding. `speedup`
+is against the row without drafts before it. On a GPU the model is in BF16, and its steps are CUDA graphs where they can be
+captured. A mode that the machine cannot keep is said and left out. `--batch` runs the default mode, so many requests at a time.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ SETTINGS = (
 )
 """Deterministic or not, `--speculate`, temperature."""
 GPU_SETTINGS = (
+    *((False, count, 0.0) for count in ("off", "1", "2", "3", "auto", "8")),
     (True, "off", 0.0),
     (True, "2", 0.0),
-    *((False, count, 0.0) for count in ("off", "2", "auto", "3", "1")),
 )
 """What decides first."""
 GPU_DETERMINISTIC_BATCH = 16
@@ -145,6 +144,7 @@ def main() -> int:
     parser.add_argument(
         "--only", metavar="auto|off|N", help="these settings and those without drafts, at temperature 0"
     )
+    parser.add_argument("--batch", type=int, help="the default mode alone, so many requests at a time")
     parser.add_argument("--csv", type=Path, help="file to write, row by row (default: stdout)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,19 +160,21 @@ def main() -> int:
         writer.writeheader()
         for setting in GPU_SETTINGS if gpu else SETTINGS:
             deterministic, speculate, temperature = setting
+            if args.batch is not None and deterministic:
+                continue
             if args.only is not None and (temperature or speculate not in ("off", args.only)):
                 continue
             try:
                 found = measure(
                     model, tokenizer, prompts, args.max_tokens, speculate, deterministic=deterministic,
-                    temperature=temperature, batch=GPU_DETERMINISTIC_BATCH if gpu and deterministic else 1,
+                    temperature=temperature, batch=GPU_DETERMINISTIC_BATCH if gpu and deterministic else args.batch or 1,
                 )  # fmt: skip
             except RunnerError as error:
                 print(f"{setting}: {error}", file=sys.stderr, flush=True)
                 continue
             plain = found if speculate == "off" or plain is None else plain
             fields = row(found, plain, setting)
-            if not temperature and (deterministic or not gpu):
+            if not temperature:
                 changed += int(str(fields["texts_changed"]))
             print({key: fields[key] for key in COLUMNS[2:15]}, f"{found.captured} steps", file=sys.stderr, flush=True)
             writer.writerow(fields)
