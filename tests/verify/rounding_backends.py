@@ -14,7 +14,7 @@ from uncast.attention.oracle import request_rows
 from uncast.backends.torch_cpu import TorchCpuBackend
 from uncast.latent.codec import decode_rows
 
-ALL = ("bf16", "fp8_e4m3", "fp8_ds_mla")
+ALL = ("fp32", "bf16", "fp8_e4m3", "fp8_ds_mla")
 
 
 class RoundsP(TorchCpuBackend):
