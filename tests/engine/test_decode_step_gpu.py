@@ -121,7 +121,7 @@ def test_a_crowd_equals_solo_runs_bit_for_bit(models: dict[str, tuple[MLADecoder
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_drafts_change_no_greedy_text(deterministic: bool) -> None:
-    """Draft chains and their verification as replays. In the default mode a text may part from the other one at a tie."""
+    """Draft chains and their verification as replays; in the default mode one request at a time, of 16 rows at most."""
     model, words = (
         load_model(BUNDLED["tiny-glm"], dtype=torch.bfloat16, device="cuda", mtp=True),
         Tokenizer(BUNDLED["tiny-glm"]),
@@ -129,17 +129,17 @@ def test_drafts_change_no_greedy_text(deterministic: bool) -> None:
     text = (BUNDLED["tiny-glm"] / "heldout.txt").read_text(encoding="utf-8")
     prompts = [words.encode(text[start : start + 80]) for start in range(0, 16_000, 2_000)]
     found = []
-    for drafts in (0, 1, 3):
+    for drafts in (0, 1, 3) if deterministic else (0, 1, 8):
         engine = make_engine(
-            model, words, pages=200, deterministic=deterministic, speculate=drafts, static=True, max_step_tokens=64
-        )
+            model, words, pages=200, deterministic=deterministic, speculate=drafts, static=True, max_step_tokens=64,
+            prefix_cache=deterministic,
+        )  # fmt: skip
         requests = [Request(p, max_tokens=40, ignore_eos=True, request_id=f"{i}") for i, p in enumerate(prompts)]
-        outputs = run_all(engine, requests)
+        crowds = [requests] if deterministic else [[request] for request in requests]
+        outputs = {name: said for crowd in crowds for name, said in run_all(engine, crowd).items()}
         found.append([tokens_of(outputs[request.request_id]) for request in requests])
-        assert drafts == 0 or engine.stats().draft_tokens_accepted_total > 0.3 * engine.stats().draft_tokens_total
-    for other in found[1:]:
-        changed = sum(ours != theirs for ours, theirs in zip(found[0], other, strict=True))
-        assert changed == 0 if deterministic else changed <= 3
+        assert drafts == 0 or engine.stats().draft_tokens_accepted_total > 0.2 * engine.stats().draft_tokens_total
+    assert found[1] == found[0] and found[2] == found[0]
 
 
 def test_memory_stays_as_it_is(models: dict[str, tuple[MLADecoder, Tokenizer]]) -> None:
