@@ -90,6 +90,19 @@ def test_a_batch_invariant_plan_does_not_look_at_the_batch() -> None:
     assert rows([100]) == rows([100] * 64) == rows([131072])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_that_splits_as_alone_does_not_look_at_the_batch(layout: str) -> None:
+    """Nor at bounds of lengths: a row's block, its merge and its loop are those of one request."""
+
+    def plan(kv_lens: list[int]) -> tuple[object, ...]:
+        spec = spec_of(num_heads=128, kv_layout=layout)
+        problem = make_problem(kv_lens, [1] * len(kv_lens), spec, "cpu")
+        made = wgmma_launch.make_plan(replace(problem, alone_rows=len(kv_lens)), 132)
+        return made.splits.block_rows, made.overlap, combine.unit_shape(made.splits), made.splits.own_slots
+
+    assert plan([100]) == plan([100] * 9) == plan([131072]) == plan([131072] * 16) == (64, False, (64, 4), 66)
+
+
 @pytest.mark.parametrize(
     ("batch", "kv_len", "heads", "change", "overlap"),
     [

@@ -83,8 +83,8 @@ def block_rows(rows: int, tiles: int) -> int:
 def overlaps(spec: ProblemSpec, *, batch: int, rows: int, tiles: int, num_sms: int) -> bool:
     """Whether a plan takes the overlapped loop (`wgmma_overlap`): where it wins, by what is known without the lengths.
 
-    `rows`: query rows of a CTA; `tiles`: as for `block_rows`. A batch-invariant plan never does: its bits must not depend on
-    the batch.
+    `rows`: query rows of a CTA; `tiles`: as for `block_rows`. A batch-invariant plan never does, nor one that splits as alone:
+    their bits must not depend on the batch.
     """
     fits = spec.kv_layout == "fp8_e4m3" and rows == 64 and not spec.batch_invariant
     return fits and batch >= OVERLAP_BATCH and tiles >= OVERLAP_TILES * num_sms
@@ -114,7 +114,9 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
     most = spec.num_heads * (1 if spec.batch_invariant else spec.max_q_len)
     tiles = problem.batch_size * -(-problem.max_kv_len // TILE) * -(-most // 64)
     rows = block_rows(most, MANY_TILES if spec.batch_invariant or problem.alone_rows else tiles)
-    overlap = overlaps(spec, batch=problem.batch_size, rows=rows, tiles=tiles, num_sms=num_sms)
+    overlap = not problem.alone_rows and overlaps(
+        spec, batch=problem.batch_size, rows=rows, tiles=tiles, num_sms=num_sms
+    )
     splits = plan_splits(
         batch=problem.batch_size,
         total_q=problem.total_q,
@@ -124,7 +126,7 @@ def make_plan(problem: Problem, num_sms: int) -> WgmmaPlan:
         max_q_len=spec.max_q_len,
         num_ctas=num_sms,
         batch_invariant=spec.batch_invariant,
-        alone_rows=0 if overlap else problem.alone_rows,
+        alone_rows=problem.alone_rows,
         min_chunk=MIN_CHUNK,
         buckets=OVERLAP_BUCKETS if overlap else BATCH_BUCKETS,
     )
