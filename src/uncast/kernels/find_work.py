@@ -70,6 +70,7 @@ def _choose_chunk(
 def _find_request(
     item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, invariant,
     BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr, MIN: gl.constexpr,
+    ALONE: gl.constexpr,
 ):  # fmt: skip
     """(request of `item`, its first item, its first partial block, its first group, chunk, slots of each request that is split
     as if it were alone, else 0); request = batch beyond the last.
@@ -90,7 +91,7 @@ def _find_request(
     else:
         chunk = gl.maximum(c0, fits)
     slots = batch * 0
-    if BATCH == 32:  # `schedule.ALONE_BATCH`
+    if ALONE:
         slots = gl.maximum(target // gl.maximum((num_heads + (BLOCK_ROWS - 1)) // BLOCK_ROWS, 1), 1)
         own = _own_chunk(tiles, slots, MIN)
         own_items = gl.sum(gl.maximum(ceil_div(tiles, own), 1) * blocks, 0)
@@ -114,14 +115,17 @@ def _find_request(
 def find_work(
     item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant,
     BLOCK_ROWS: gl.constexpr, BATCH: gl.constexpr, OVERHEAD: gl.constexpr, NW: gl.constexpr, MIN: gl.constexpr = 2,
+    ALONE: gl.constexpr = True,
 ):  # fmt: skip
     """The work of CTA `item` of a grid of `SplitPlan.num_items`; called by all `NW` warps of the CTA at its start.
 
-    `causal` is 0 or 1, `invariant` the plan's `mode`; MIN is the plan's `min_chunk`. Returns scalars (valid, b, q_start, q_len,
-    kv_len, row0, tile0, tile1, num_splits, part): rows row0.. of request b (folded, at most BLOCK_ROWS), tiles tile0 <= t <
-    tile1 (empty if tile1 <= tile0), `part` the partial block to write when num_splits > 1. `valid` is false for items beyond
-    the last. Publishes the groups to combine in `sched`.
+    `causal` is 0 or 1, `invariant` the plan's `mode`; MIN is the plan's `min_chunk`; ALONE: whether that may be the mode for
+    requests as if alone, whose code a launch of the bucket `schedule.ALONE_BATCH` fetches. Returns scalars (valid, b, q_start,
+    q_len, kv_len, row0, tile0, tile1, num_splits, part): rows row0.. of request b (folded, at most BLOCK_ROWS), tiles tile0 <=
+    t < tile1 (empty if tile1 <= tile0), `part` the partial block to write when num_splits > 1. `valid` is false for items
+    beyond the last. Publishes the groups to combine in `sched`.
     """
+    AS_ALONE: gl.constexpr = ALONE and BATCH == 32
     if BATCH == 1:
         b = item * 0
         start = b
@@ -144,6 +148,7 @@ def find_work(
             OVERHEAD,
             NW,
             MIN,
+            AS_ALONE,
         )
     valid = b < batch
     b = gl.minimum(b, batch - 1)
@@ -156,7 +161,7 @@ def find_work(
     if BATCH == 1:
         slots = gl.maximum(target // gl.maximum(nb, 1), 1)
         chunk = gl.minimum(gl.maximum((t + slots - 1) // slots, MIN), 1 << 19)
-    elif BATCH == 32:
+    elif AS_ALONE:
         chunk = gl.where(own_slots > 0, _own_chunk(t, gl.maximum(own_slots, 1), MIN), chunk)
     num_splits, per = _splits(t, chunk, invariant)
     if BATCH == 1:

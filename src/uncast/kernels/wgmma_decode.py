@@ -409,7 +409,7 @@ def wgmma_decode_kernel(
     kv_start = gl.load(kv_indptr + item * 0)  # for one request: in flight together with its lengths
     valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits, part = find_work(
         item, qo_indptr, kv_len_arr, sched, batch, num_heads, target, causal, invariant, BN, BATCH, OVERHEAD, num_warps,
-        MIN_CHUNK,
+        MIN_CHUNK, not OVERLAP,
     )  # fmt: skip
     if BATCH > 1:
         kv_start = gl.load(kv_indptr + b)

@@ -121,9 +121,11 @@ def scores(
     mma: gl.constexpr, BN: gl.constexpr, KC: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """S^T [64, BN] = K Q^T of a tile (unscaled accumulators). Conversions of a chunk run while the previous one multiplies.
-    early, late: the tile's halves 1 - w and w."""
+    early, late: the tile's halves 1 - w and w. With few query rows an e4m3 tile waits for memory alone: it is read as a whole,
+    without a stop between its halves."""
     op: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     NC: gl.constexpr = 128 // KC
+    WHOLE: gl.constexpr = BN == 16 and not DS
     EARLY: gl.constexpr = 128 - 128 * w
     LATE: gl.constexpr = 128 * w - 128
     mbarrier.wait(kpe_full, kpe_phase)
@@ -138,18 +140,20 @@ def scores(
         acc = warpgroup_mma(kb, rb.permute((1, 0)), acc, is_async=True)
     if not JOINT:
         mbarrier.wait(early_full, ckv_phase)
+    if WHOLE:
+        mbarrier.wait(late_full, ckv_phase)
     raw = early.slice(0, KC, 1).load(op)
     for c in gl.static_range(2 * NC):
         kc, kd = _keys(raw, scales, (EARLY if c < NC else LATE) // KC + c, KC, DS)
         if c + 1 < NC:
             raw = early.slice((c + 1) * KC, KC, 1).load(op)
-        elif c + 1 > NC and c + 1 < 2 * NC:
+        elif (WHOLE or c + 1 > NC) and c + 1 < 2 * NC:
             raw = late.slice((c + 1 - NC) * KC, KC, 1).load(op)
         q1 = qa.slice((EARLY if c < NC else LATE) + c * KC, KC, 1)
         q2 = qb.slice((EARLY if c < NC else LATE) + c * KC, KC, 1)
         acc = warpgroup_mma(kc, q1.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma(kd, q2.permute((1, 0)), acc, is_async=True)
-        if c + 1 == NC:
+        if c + 1 == NC and not WHOLE:
             mbarrier.wait(late_full, ckv_phase)
             raw = late.slice(0, KC, 1).load(op)
         acc, ka, kb = warpgroup_mma_wait(2, deps=[acc, ka, kb])
