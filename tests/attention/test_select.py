@@ -74,6 +74,10 @@ def test_a_verified_peer_is_taken_when_it_is_faster_and_never_imported_before(mo
     monkeypatch.setattr(registry, "create", lambda name: made.append(name) or create(name))
     probed("native", hopper, 80.0)
     probed("flashinfer_fa3", hopper, 70.0)
+    assert auto(hopper) == "native"  # fa3 misses the default accuracy over split contexts: by name only
+    monkeypatch.setattr(
+        registry, "AUTO_ORDER", {"cuda": ("native", "flashinfer_fa3", "flashinfer_fa2", "flashmla"), "cpu": ()}
+    )
     assert auto(hopper) == "flashinfer_fa3" and set(made) == {"native", "flashinfer_fa3"}
     probed("flashinfer_fa3", hopper, 90.0)
     assert auto(hopper) == "native"
