@@ -122,13 +122,14 @@ class Tracer:
         self.add("cuda_runtime", call, self.cpu, wait, {"correlation": self.correlation})
         self.cpu += wait + 1.0
 
-    def replay(self, kernels: Sequence[tuple[str, float, int]]) -> None:
-        """One graph launch that runs `kernels` (name, microseconds, grid)."""
+    def replay(self, kernels: Sequence[tuple[str, float, int]], launch_us: float = 20.0, pause_us: float = 0.0) -> None:
+        """One graph launch that runs `kernels` (name, microseconds, grid), with pauses of the GPU between them."""
         self.correlation += 1
-        self.add("cuda_runtime", "cudaGraphLaunch", self.cpu, 20.0, {"correlation": self.correlation})
-        self.cpu += 21.0
+        self.add("cuda_runtime", "cudaGraphLaunch", self.cpu, launch_us, {"correlation": self.correlation})
+        self.cpu += launch_us + 1.0
         for name, dur, grid in kernels:
             self.kernel(name, dur, grid)
+            self.gpu += pause_us
 
     def document(self) -> dict[str, Any]:
         return self.meta | {"displayTimeUnit": "ms", "traceEvents": self.events, "traceName": "synthetic"}

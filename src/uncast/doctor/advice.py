@@ -14,6 +14,7 @@ TITLES = {
     "device_copy": "device-to-device copies per layer",
     "host_sync": "the host waits for the GPU within a step",
     "launch_bound": "the GPU waits for launches",
+    "host_bound": "the GPU waits for the host",
 }
 _ADVICE = {
     "pool_cast": "Attend with a kernel that reads the cache as it is stored (a native FP8 decode kernel), or gather the live "
@@ -31,6 +32,10 @@ _ADVICE = {
     "torch.cuda.synchronize() from the step.",
     "launch_bound": "Capture the step in a CUDA graph, or fuse small kernels; judge without a profiler's stacks first, because "
     "they slow the CPU side.",
+    "host_bound": "Time the step without a profiler first: tracing slows the host, a graph's launch most, so part of this may "
+    "be the profiler's. Faster kernels do not shorten such a step: let the host prepare a step while the GPU runs the one "
+    "before (overlapped or asynchronous scheduling), capture what is still launched around the graph, or serve more requests "
+    "a step.",
 }
 _LINKS = {
     "pool_cast": (

@@ -12,7 +12,7 @@ from uncast.doctor.attention import attention_lines
 from uncast.doctor.costs import MIN_KERNEL_US
 from uncast.doctor.errors import TraceError
 from uncast.doctor.graphs import Join, capture_files, find_captures, graph_replays, join
-from uncast.doctor.hosts import cpu_issue_us, find_syncs, has_stacks, judge_host
+from uncast.doctor.hosts import HOST_KINDS, cpu_issue_us, find_syncs, has_stacks, judge_host
 from uncast.doctor.link import Links, link
 from uncast.doctor.names import parse_name
 from uncast.doctor.notes import finding_notes, scene_notes
@@ -24,6 +24,7 @@ from uncast.doctor.scene import Group, Scene, build_groups
 from uncast.doctor.source import Progress
 from uncast.doctor.steps import Step, Steps, StepTime, find_steps, layers_per_step, step_times
 from uncast.doctor.trace import Trace
+from uncast.doctor.words import time
 
 MAX_MOVEMENTS = 40
 PARTS = {
@@ -129,7 +130,7 @@ def _report(scene: Scene, found: Steps, times: Sequence[StepTime], options: Opti
     trace = scene.trace
     peak = options.peak_gb_per_s or scene.peak
     findings = sorted([*judge_moves(scene), *judge_host(scene)], key=lambda f: -f.us_per_step)
-    _bound_by_launches(scene, findings)
+    bound = _bound_by_launches(scene, findings)
     linked = sum(launch >= 0 for launch in scene.links.launch)
     report = Report(
         trace=trace.path, rank=trace.rank, gpu=trace.gpu_name, peak_gb_per_s=peak,
@@ -140,24 +141,27 @@ def _report(scene: Scene, found: Steps, times: Sequence[StepTime], options: Opti
         predicted_step_us=_together(scene, findings), attention=attention_lines(scene, peak),
         movements=[_movement(scene, g) for g in scene.groups[:MAX_MOVEMENTS]],
         graphs=_graph_join(scene.join), kernels=len(trace.kernels), kernels_linked_share=linked / len(trace.kernels),
-        skipped=dict(trace.skipped), notes=[*trace.notes, *scene_notes(scene, found), *finding_notes(scene, findings)],
+        skipped=dict(trace.skipped), notes=[*trace.notes, *scene_notes(scene, found), *finding_notes(scene, findings), *bound],
     )  # fmt: skip
     return Diagnosis(report, scene)
 
 
-def _bound_by_launches(scene: Scene, findings: list[Finding]) -> None:
-    """Without a finding's work the CPU's launches may be what remains: the range's upper end. Not with stacks: they slow it."""
+def _bound_by_launches(scene: Scene, findings: list[Finding]) -> list[str]:
+    """Without a finding's work the CPU's launches may be what remains: the range's upper end. Not with stacks: they slow it.
+    Returns the note that says so."""
     if has_stacks(scene):
-        return
+        return []
     issue = min(scene.step_us, cpu_issue_us(scene))
-    for finding in findings:
-        if finding.kind not in ("host_sync", "launch_bound") and issue > finding.predicted_step_us.high:
-            finding.predicted_step_us = Range(finding.predicted_step_us.low, issue)
+    bound = [f for f in findings if f.kind not in HOST_KINDS and issue > f.predicted_step_us.high]
+    for finding in bound:
+        finding.predicted_step_us = Range(finding.predicted_step_us.low, issue)
+    what = f"an upper end of {time(issue)} is the host's time to launch a step in this trace"
+    return [f"{what}: under a profiler it is slower than without one"] if bound else []
 
 
 def _together(scene: Scene, findings: Sequence[Finding]) -> Range | None:
     """All findings about movements mended at once."""
-    moves = [f for f in findings if f.kind not in ("host_sync", "launch_bound")]
+    moves = [f for f in findings if f.kind not in HOST_KINDS]
     if not moves:
         return None
     low = max(MIN_KERNEL_US, scene.step_us - sum(f.exposed_us_per_step for f in moves))

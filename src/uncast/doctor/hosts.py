@@ -1,31 +1,34 @@
-"""What the CPU does to a step: synchronisations within it, and launches that the GPU waits for."""
+"""What the CPU does to a step: synchronisations within it, launches one by one, and work launched too late."""
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from statistics import median
 
 from uncast.doctor.advice import TITLES, advice_for, links_for
 from uncast.doctor.intervals import gaps
+from uncast.doctor.late import SYNC, Late, host_parts, late_gaps, marked_parts
 from uncast.doctor.link import deepest, enclosing
 from uncast.doctor.report import Finding, Range
 from uncast.doctor.rules import relation
 from uncast.doctor.scene import Scene
+from uncast.doctor.steps import LONG_GAP_US
 from uncast.doctor.trace import Trace
 from uncast.doctor.words import count, percent, time
 
-_SYNC = re.compile(r"^(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize$|^(cuda|hip)Memcpy(WithStream|DtoH|2D)?$")
+HOST_KINDS = ("host_sync", "launch_bound", "host_bound")
+"""Findings about waits; the others are about movements."""
 _SYNC_IDLE_SHARE = 0.02
 _IDLE_SHARE = 0.2
 _GRAPH_US_A_KERNEL = 1.0
-LONG_GAP_US = 1000.0
 
 
 def judge_host(scene: Scene) -> list[Finding]:
-    """Findings `host_sync` and `launch_bound`, at most one of each."""
-    sync = _host_sync(scene)
-    bound = _launch_bound(scene, sync.us_per_step if sync else 0.0) if not has_stacks(scene) else None
+    """Findings `host_sync`, and `launch_bound` or `host_bound`, at most one of each."""
+    calls, idle = _waits(scene)
+    sync = _host_sync(scene, calls, idle)
+    bound = None if has_stacks(scene) else _bound(scene, calls, idle) if sync else _bound(scene, (), 0.0)
     return [f for f in (sync, bound) if f is not None]
 
 
@@ -36,23 +39,25 @@ def has_stacks(scene: Scene) -> bool:
 
 def host_notes(scene: Scene) -> list[str]:
     """What cannot be judged because stacks were recorded."""
-    bound = _launch_bound(scene, 0.0) if has_stacks(scene) else None
+    bound = _bound(scene, (), 0.0) if has_stacks(scene) else None
     if bound is None:
         return []
     return [f"{bound.evidence}; stacks slow the CPU: profile once without them to see whether launches bind the step"]
 
 
 def cpu_issue_us(scene: Scene) -> float:
-    """Microseconds of CPU time to issue a step: from its first launch to its last, without waits; 0 where most is one graph."""
+    """Microseconds of CPU time to issue a step: from its first launch to its last, without waits. A graph's launch counts in
+    full, another call of more than 20 times the usual is a wait."""
     totals = []
-    launches, links = scene.trace.launches, scene.links
+    launches, links, names = scene.trace.launches, scene.links, scene.trace.names
     for step in scene.analysed:
         mine = sorted({links.launch[k] for k in step.kernels if links.launch[k] >= 0}, key=lambda i: launches.ts[i])
-        if not mine or sum(scene.in_graph(k) for k in step.kernels) > len(step.kernels) / 2:
+        if not mine:
             totals.append(0.0)
             continue
         typical = median(launches.dur[i] for i in mine)
-        blocked = sum(max(0.0, launches.dur[i] - 20 * typical) for i in mine)
+        single = [i for i in mine if "GraphLaunch" not in names[launches.name[i]]]
+        blocked = sum(max(0.0, launches.dur[i] - 20 * typical) for i in single)
         start, end = launches.ts[mine[0]], launches.end(mine[-1])
         waits = sum(launches.dur[i] for i in _syncs(scene, start, end))
         totals.append(max(0.0, end - start - blocked - waits))
@@ -69,12 +74,13 @@ def _syncs(scene: Scene, start: float, end: float) -> list[int]:
 def find_syncs(trace: Trace) -> list[int]:
     """All synchronising calls of a trace, by start."""
     launches, names = trace.launches, trace.names
-    wanted = {n for n, name in enumerate(names.values) if _SYNC.match(name)}
+    wanted = {n for n, name in enumerate(names.values) if SYNC.match(name)}
     return sorted((i for i, name in enumerate(launches.name) if name in wanted), key=lambda i: launches.ts[i])
 
 
-def _host_sync(scene: Scene) -> Finding | None:
-    """Waits after which the GPU had nothing to do. The one at a step's end, for its token, is left out."""
+def _waits(scene: Scene) -> tuple[list[int], float]:
+    """Waits after which the GPU had nothing to do, and for how many microseconds a step. The one at a step's end, for its
+    token, is left out."""
     launches, kernels = scene.trace.launches, scene.trace.kernels
     calls: list[int] = []
     idle = 0.0
@@ -89,15 +95,14 @@ def _host_sync(scene: Scene) -> Finding | None:
             if 0 < hole <= max(LONG_GAP_US, scene.busy_us):
                 idle += hole
                 calls.append(call)
-    steps = len(scene.analysed)
-    share = idle / steps / scene.step_us if scene.step_us else 0.0
+    return calls, idle / len(scene.analysed)
+
+
+def _host_sync(scene: Scene, calls: list[int], idle: float) -> Finding | None:
+    launches, names = scene.trace.launches, scene.trace.names
+    share = idle / scene.step_us if scene.step_us else 0.0
     if not calls or share < _SYNC_IDLE_SHARE:
         return None
-    return _sync_finding(scene, calls, idle / steps, share)
-
-
-def _sync_finding(scene: Scene, calls: list[int], idle: float, share: float) -> Finding:
-    launches, names = scene.trace.launches, scene.trace.names
     chains = enclosing(scene.trace.frames, [(launches.lane[i], launches.ts[i]) for i in calls])
     places = [deepest(names[scene.trace.frames.name[f]] for f in chain) for chain in chains]
     source = next((p for p in places if p is not None), None)
@@ -113,15 +118,23 @@ def _sync_finding(scene: Scene, calls: list[int], idle: float, share: float) -> 
     )  # fmt: skip
 
 
-def _launch_bound(scene: Scene, explained: float) -> Finding | None:
-    """A GPU that idles a fifth of the step, beyond waits `explained` otherwise, while the CPU issues kernels one by one."""
-    idle = max(0.0, median(t.idle for t in scene.times) - explained)
-    share = idle / scene.step_us if scene.step_us else 0.0
-    each = median(len(s.kernels) for s in scene.steps)
-    in_graph = sum(scene.in_graph(k) for s in scene.analysed for k in s.kernels)
-    eager = each - in_graph / len(scene.analysed)
-    if share < _IDLE_SHARE or eager < 32 or eager < each / 2:
+def _bound(scene: Scene, waits: Sequence[int], idle: float) -> Finding | None:
+    """`launch_bound` or `host_bound`: a GPU that idles a fifth of the step, without the `idle` microseconds after `waits`."""
+    rest = max(0.0, median(t.idle for t in scene.times) - idle)
+    if scene.step_us <= 0 or rest < _IDLE_SHARE * scene.step_us:
         return None
+    each = median(len(s.kernels) for s in scene.steps)
+    in_graph = sum(scene.in_graph(k) for s in scene.analysed for k in s.kernels) / len(scene.analysed)
+    if in_graph > each / 2:
+        return _host_bound(scene, each, in_graph, waits)
+    return _launch_bound(scene, rest, each, each - in_graph)
+
+
+def _launch_bound(scene: Scene, idle: float, each: float, eager: float) -> Finding | None:
+    """The CPU issues kernels one by one."""
+    if eager < 32:
+        return None
+    share = idle / scene.step_us
     low = min(scene.step_us, scene.busy_us + _GRAPH_US_A_KERNEL * each)
     return Finding(
         kind="launch_bound", title=TITLES["launch_bound"], calls_per_step=eager, layers_relation="",
@@ -131,3 +144,28 @@ def _launch_bound(scene: Scene, explained: float) -> Finding | None:
         confidence="measured", predicted_step_us=Range(low, scene.step_us),
         advice=advice_for("launch_bound"), links=links_for("launch_bound"),
     )  # fmt: skip
+
+
+def _host_bound(scene: Scene, each: float, in_graph: float, waits: Sequence[int]) -> Finding | None:
+    """Graph replays, and a GPU that idles a fifth of the step for work that the host had not launched when it ran dry. The
+    numbers are of one analysed step, the median by that time."""
+    launches = scene.trace.launches
+    steps = late_gaps(scene, [launches.end(i) for i in waits])
+    late = sorted(steps, key=lambda one: one.us)[(len(steps) - 1) // 2]
+    share = late.us / scene.step_us
+    if share < _IDLE_SHARE:
+        return None
+    return Finding(
+        kind="host_bound", title=TITLES["host_bound"], calls_per_step=len(late.gaps), layers_relation="",
+        evidence=f"{count(in_graph)} of {count(each)} kernels a step are graph replays; the GPU idles {time(late.us)} of "
+        f"{time(scene.step_us)} ({percent(share)}) for work that was not launched yet. {_meanwhile(scene, late)}",
+        us_per_step=late.us, exposed_us_per_step=late.us, share_of_step=share, source=None, confidence="measured",
+        predicted_step_us=Range(max(min(scene.busy_us, scene.step_us), scene.step_us - late.us), scene.step_us),
+        advice=advice_for("host_bound"), links=links_for("host_bound"),
+    )  # fmt: skip
+
+
+def _meanwhile(scene: Scene, late: Late) -> str:
+    parts = ", ".join(f"{time(us)} {where}" for where, us in host_parts(scene, late) if us >= 0.05)
+    marked = ", ".join(f"{name} {time(us)}" for name, us in marked_parts(scene, late))
+    return f"The host meanwhile: {parts}" + (f"; by its annotations: {marked}" if marked else "")

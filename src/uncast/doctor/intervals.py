@@ -31,6 +31,18 @@ def gaps(intervals: Iterable[Interval]) -> list[Interval]:
     return [(a[1], b[0]) for a, b in pairwise(busy)]
 
 
+def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
+    """Length that two lists of sorted disjoint intervals have in common."""
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
 def exposed(all_of: Sequence[Interval], some: frozenset[int] | set[int]) -> float:
     """Busy time that only the intervals numbered `some` account for: what removing them saves."""
     rest = [interval for number, interval in enumerate(all_of) if number not in some]

@@ -81,8 +81,17 @@ class Scene:
     @property
     def analysed(self) -> list[Step]:
         """Steps in the middle, at most `ANALYSED_STEPS`."""
-        extra = max(0, len(self.steps) - ANALYSED_STEPS)
-        return self.steps[extra // 2 : extra // 2 + ANALYSED_STEPS]
+        return self.steps[self._middle]
+
+    @property
+    def analysed_times(self) -> list[StepTime]:
+        """Their times."""
+        return self.times[self._middle]
+
+    @property
+    def _middle(self) -> slice:
+        first = max(0, len(self.steps) - ANALYSED_STEPS) // 2
+        return slice(first, first + ANALYSED_STEPS)
 
     @property
     def step_us(self) -> float:

@@ -20,6 +20,8 @@ from uncast.doctor.trace import KERNEL, Trace
 from uncast.doctor.windows import Window, ladder
 
 MIN_SHARE = 0.8
+LONG_GAP_US = 1000.0
+"""A gap of more than this and than the step's work is a wait for other reasons, not the step's own."""
 
 
 @dataclass
@@ -49,7 +51,8 @@ class Steps:
 @dataclass(frozen=True)
 class StepTime:
     """Microseconds of a step: `wall` from the first kernel to the last (or to the next step's first, when it follows at
-    once), `busy` as a union, `idle` gaps within, `outside` waits longer than all its work, taken off `wall`."""
+    once: after half of `wall`, its own work or a millisecond at most), `busy` as a union, `idle` gaps within, `outside` waits
+    longer than all its work, taken off `wall`."""
 
     wall: float
     busy: float
@@ -115,11 +118,11 @@ def step_times(trace: Trace, steps: Sequence[Step]) -> list[StepTime]:
     for number, intervals in enumerate(spans):
         busy = covered(intervals)
         first, last = merged(intervals)[0][0], merged(intervals)[-1][1]
-        outside = sum(b - a for a, b in gaps(intervals) if b - a > max(busy, 1000.0))
+        outside = sum(b - a for a, b in gaps(intervals) if b - a > max(busy, LONG_GAP_US))
         wall = last - first - outside
         if number + 1 < len(spans):
             period = spans[number + 1][0][0] - first - outside
-            if wall <= period <= 1.5 * wall:
+            if wall <= period <= wall + max(wall / 2, busy, LONG_GAP_US):
                 wall = period
         out.append(StepTime(wall, busy, outside))
     return out

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from uncast.doctor.hosts import HOST_KINDS
 from uncast.doctor.report import Finding, Range, Report
 from uncast.doctor.words import count, percent, size, time
 
@@ -26,7 +27,8 @@ def print_report(report: Report, console: Console) -> None:
         )
     for number, finding in enumerate(report.findings, 1):
         _finding(number, finding, console)
-    if report.predicted_step_us is not None and len(report.findings) > 1:
+    movements = [f for f in report.findings if f.kind not in HOST_KINDS]
+    if report.predicted_step_us is not None and len(movements) > 1:
         console.print(
             f"\n[bold]With all of these movements gone[/] a step would take {predicted(report.predicted_step_us)} instead of "
             f"{time(report.step_us)}."
@@ -82,7 +84,7 @@ def _finding(number: int, f: Finding, console: Console) -> None:
     console.print(f"   {escape(f.evidence)}")
     if f.source:
         console.print(f"   from [cyan]{escape(f.source)}[/] [dim](the line where the function begins)[/]")
-    if f.kind not in ("host_sync", "launch_bound"):
+    if f.kind not in HOST_KINDS:
         needed = size(f.bytes_needed_per_step) if f.bytes_needed_per_step is not None else "unknown"
         console.print(f"   bytes needed a step: {needed} [dim]({escape(f.needed_source)})[/]")
     console.print(f"   without it a step takes [bold]{predicted(f.predicted_step_us)}[/]")
