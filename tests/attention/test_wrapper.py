@@ -77,6 +77,13 @@ def plan(attention: MLAPagedAttention, **changes: Any) -> Any:
         ({"total_q": -1}, "total_q is -1: it must be a whole number"),
         ({"max_kv_len": 1.5}, "max_kv_len is 1.5: it must be a whole number"),
         ({"page_size": 64.0}, "page_size is 64.0: it must be a whole number"),
+        ({"alone_rows": -3}, "alone_rows is -3: it must be a whole number, 0 or more"),
+        ({"alone_rows": 1.5}, "alone_rows is 1.5: it must be a whole number, 0 or more"),
+        ({"alone_rows": True}, "alone_rows is True: it must be a whole number, 0 or more"),
+        ({"alone_rows": "2"}, "alone_rows is '2': it must be a whole number, 0 or more"),
+        ({"alone_rows": 2, "qo_indptr": int32(0, 2)}, "alone_rows is 2: it is for .* not for max_q_len 2, topk 0 and"),
+        ({"alone_rows": 1, "topk": 64}, "alone_rows is 1: it is for .* not for max_q_len 1, topk 64 and"),
+        ({"alone_rows": 1, "batch_invariant": True}, "alone_rows is 1: it is for .* and batch_invariant True"),
         # contents, always checked on a CPU
         ({"seq_lens": int32(129)}, "request 0 has 129 cached tokens: its 2 pages of 64 hold 0 to 128"),
         ({"seq_lens": int32(-1)}, "request 0 has -1 cached tokens"),

@@ -33,6 +33,7 @@ def normalise(
     max_kv_len: int | None,
     total_q: int | None,
     num_pages: int | None,
+    alone_rows: int = 0,
 ) -> Problem:
     """The problem of `MLAPagedAttention.plan`'s arguments, checked as far as shapes and dtypes go; see `contents` for values.
 
@@ -77,9 +78,29 @@ def normalise(
     device = qo_indptr.device
     spec = replace(spec, max_q_len=max_q_len, device=device.type, arch=arch_of(device))
     spec.check()
+    _check_alone_rows(alone_rows, spec)
     return Problem(
-        spec, qo_indptr, kv_indptr, kv_indices, kv_len_arr, total_q, max_kv_len, num_pages, pages_per_request
+        spec,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        kv_len_arr,
+        total_q,
+        max_kv_len,
+        num_pages,
+        pages_per_request,
+        alone_rows,
     )
+
+
+def _check_alone_rows(alone_rows: int, spec: ProblemSpec) -> None:
+    if type(alone_rows) is not int or alone_rows < 0:
+        raise ProblemError(f"alone_rows is {alone_rows!r}: it must be a whole number, 0 or more")
+    if alone_rows and (spec.max_q_len != 1 or spec.topk or spec.batch_invariant):
+        raise ProblemError(
+            f"alone_rows is {alone_rows}: it is for dense attention of requests with one query that is not batch-invariant, "
+            f"not for max_q_len {spec.max_q_len}, topk {spec.topk} and batch_invariant {spec.batch_invariant}"
+        )
 
 
 def _check_tensor(name: str, value: torch.Tensor) -> None:

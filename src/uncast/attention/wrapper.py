@@ -133,14 +133,8 @@ class MLAPagedAttention:
                 kv_layout=kv_layout, q_data_type=q_data_type, causal=causal, sm_scale=sm_scale, return_lse=return_lse,
                 lse_base=lse_base, batch_invariant=batch_invariant, topk=topk,
             ),
-            max_q_len, max_kv_len, total_q, num_pages,
+            max_q_len, max_kv_len, total_q, num_pages, alone_rows,
         )  # fmt: skip
-        if alone_rows and (problem.spec.max_q_len != 1 or topk):
-            raise ProblemError(
-                f"alone_rows is {alone_rows}: it is for dense attention of requests with one query, not of up to "
-                f"{problem.spec.max_q_len} with topk {topk}"
-            )
-        problem = replace(problem, alone_rows=alone_rows)
         validate = validate or problem.spec.device == "cpu"
         if validate:
             check_contents(problem)
