@@ -140,9 +140,9 @@ def make_plan(problem: Problem, num_sms: int) -> MmaPlan:
     """
     spec, device = problem.spec, problem.kv_len_arr.device
     config, bucket = choose_config(spec), batch_bucket(problem.batch_size)
-    # splits as alone are those of the kernel that runs a batch of one
-    of_one = 1 if problem.alone_rows else bucket
-    num_ctas = compile_variant(spec.layout, spec.q_data_type, spec.arch, config, of_one, device)
+    num_ctas = compile_variant(spec.layout, spec.q_data_type, spec.arch, config, bucket, device)
+    if problem.alone_rows:  # splits as alone are those of the kernel that runs a batch of one
+        num_ctas = compile_variant(spec.layout, spec.q_data_type, spec.arch, config, 1, device)
     splits = plan_splits(
         batch=problem.batch_size,
         total_q=problem.total_q,
