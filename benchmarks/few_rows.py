@@ -1,7 +1,7 @@
 """Few rows on a GPU: which operations give a row other bits when more rows stand beside it, and what preventing that costs.
 
-    python benchmarks/few_rows.py ops --out few-rows-ops.json       # by operation: 1 to 16 rows against 16, and a row elsewhere
-    python benchmarks/few_rows.py times --out few-rows-times.json   # decode and verification steps in graphs, before and after
+    python benchmarks/few_rows.py ops --out few-rows-ops-h200.json   # by operation: 1 to 16 rows against 16, and a row elsewhere
+    python benchmarks/few_rows.py times --out few-rows-h200.json     # decode and verification steps in graphs, before and after
 
 GLM-4.7-Flash's shapes with random weights. `ops`: `plain` is what a library or kernel does with n rows, `engine` what a
 decoder's step does (`uncast.kernels.row_tile`, `alone_rows`); of both the numbers of rows, and places, at which some row has
@@ -26,6 +26,7 @@ from glm5_weights import Maker
 from torch.nn import functional as F
 
 from uncast.attention import MLAPagedAttention
+from uncast.bench.environment import versions
 from uncast.engine.drafted import DraftedRequest
 from uncast.engine.runner import ModelRunner
 from uncast.engine.sampler import sample_rows
@@ -189,7 +190,7 @@ def attention_rows(layout: str, context: int, rows: int, heads: int = 20) -> dic
 
 @torch.inference_mode()
 def ops(out: Path) -> None:
-    report: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    report: dict[str, object] = {"device": torch.cuda.get_device_name(), "versions": versions()}
     bad = []
 
     def keep(name: str, plain: list[str], engine: list[str]) -> None:
@@ -223,7 +224,7 @@ def as_before(before: bool) -> Iterator[None]:
         row_tile.DEVICES = devices
 
 
-def seconds_of(runs: list[Callable[[], object]], series: int = 5, count: int = 20) -> list[float]:
+def microseconds_of(runs: list[Callable[[], object]], series: int = 5, count: int = 20) -> list[float]:
     """Median microseconds of a replay of each, series by turns."""
     found: list[list[float]] = [[] for _ in runs]
     for _ in range(series):
@@ -260,7 +261,9 @@ def times(out: Path, layers: int, contexts: list[int]) -> None:
             said = runner.capture(16, drafts=[1, 2, 3], buckets=(1, 2, 4, 8))
             assert said is None and runner.decode_steps is not None, said
             sides.append(runner.decode_steps)
-    report: dict[str, object] = {"device": torch.cuda.get_device_name(), "layers": layers, "layout": "fp8_ds_mla"}
+    report: dict[str, object] = {
+        "device": torch.cuda.get_device_name(), "versions": versions(), "layers": layers, "layout": "fp8_ds_mla",
+    }  # fmt: skip
 
     def keep(row: dict[str, object]) -> None:
         rows.append(row)
@@ -279,7 +282,7 @@ def times(out: Path, layers: int, contexts: list[int]) -> None:
                 else:
                     steps.decode.run([StepRequest(p, context, 1) for p in pages[:requests]])
                     runs.append(steps.decode._needed(requests)[0].run[0])
-            old, new = seconds_of(runs)
+            old, new = microseconds_of(runs)
             keep({"context": context, "requests": requests, "drafts": drafts, "before_us": round(old, 1),
                   "after_us": round(new, 1), "ratio": round(new / old, 4)})  # fmt: skip
             if requests == 1 and drafts in (0, 2) and context == contexts[-1]:

@@ -2,6 +2,7 @@
 
     python benchmarks/speculation.py --prompts 200 --csv benchmarks/results/speculation-cpu.csv
     python benchmarks/speculation.py --prompts 200 --device cuda --csv benchmarks/results/speculation-h200.csv
+    python benchmarks/speculation.py --prompts 200 --device cuda --batch 4 --only 3 --csv ...    # several at a time
 
 Prompts are cut from the bundled model's held-out text; requests run without a prefix cache and one at a time, in deterministic
 mode on a GPU `GPU_DETERMINISTIC_BATCH`. A row is one setting; `texts_changed` counts texts that differ from those of the same
@@ -51,7 +52,7 @@ GPU_DETERMINISTIC_BATCH = 16
 
 COLUMNS = (
     "model", "kv_cache_dtype", "deterministic", "temperature", "speculate", "at_the_end", "prompts", "tokens", "texts_changed",
-    "drafted", "accepted", "acceptance", "tokens_per_step", "tokens_per_s", "speedup", "device", "versions",
+    "drafted", "accepted", "acceptance", "tokens_per_step", "tokens_per_s", "speedup", "batch", "device", "versions",
 )  # fmt: skip
 
 
@@ -67,6 +68,7 @@ class Result:
     accepted: int
     described: str
     captured: str
+    batch: int
 
 
 def measure(
@@ -109,7 +111,7 @@ def measure(
     captured = "eager" if why_not is not None else "static"
     if why_not not in (None, "cpu"):
         print(why_not, file=sys.stderr)
-    return Result(texts, decoded, seconds, steps, stats.draft_tokens_total, accepted, described, captured)
+    return Result(texts, decoded, seconds, steps, stats.draft_tokens_total, accepted, described, captured, batch)
 
 
 def row(found: Result, plain: Result, setting: tuple[bool, str, float]) -> dict[str, object]:
@@ -131,6 +133,7 @@ def row(found: Result, plain: Result, setting: tuple[bool, str, float]) -> dict[
         "tokens_per_step": round(found.decoded / found.steps, 3),
         "tokens_per_s": round(found.decoded / found.seconds, 1),
         "speedup": round(plain.seconds / plain.decoded / (found.seconds / found.decoded), 3),
+        "batch": found.batch,
         "device": device_name(),
         "versions": versions(),
     }
