@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.test_speculation import TEXT
 from tests.engine.workload import RecordingEngine, make_engine
+from uncast.backends.torch_cpu import TorchCpuBackend
 from uncast.engine import runner as runner_module
 from uncast.engine.core import EngineConfig
 from uncast.engine.request import Request
-from uncast.engine.runner import ModelRunner, Sequence
+from uncast.engine.runner import ModelRunner, RunnerError, Sequence
 from uncast.engine.tokenizer import Tokenizer
 from uncast.kernels import row_tile
 from uncast.models.decoder import MLADecoder
@@ -101,6 +103,24 @@ def test_a_request_that_the_host_chooses_for(glm: MLADecoder, words: Tokenizer) 
     ]
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
+
+
+def test_the_probe_covers_the_plans_of_few_rows(glm: MLADecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that is wrong only where rows are to be split as alone is found before anything is served."""
+    runner, run = ModelRunner(glm, num_pages=4, page_size=8), TorchCpuBackend.run
+    runner.probe(1)
+
+    def wrong(backend: TorchCpuBackend, *given: Any, **more: Any) -> None:
+        run(backend, *given, **more)
+        if backend._problem.alone_rows:
+            more["out"] *= 1.1
+
+    monkeypatch.setattr(TorchCpuBackend, "run", wrong)
+    runner.probe(8)
+    with pytest.raises(RunnerError, match=r"torch_cpu .*error"):
+        runner.probe(1)
+    runner.alone = False
+    runner.probe(1)
 
 
 @pytest.mark.parametrize(("requests", "drafts"), [(5, 2), (4, 3), (8, 1), (2, 7)])

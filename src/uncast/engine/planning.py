@@ -97,16 +97,23 @@ class Planning:
         }  # fmt: skip
 
     def check(
-        self, attention: MLAPagedAttention, max_q_len: int, topks: Iterable[int], *, thorough: bool = False
+        self,
+        attention: MLAPagedAttention,
+        max_q_len: int,
+        topks: Iterable[int],
+        *,
+        thorough: bool = False,
+        alone: bool = False,
     ) -> None:
-        """Compares attention of up to `max_q_len` queries with the oracle, for each of these topks.
+        """Compares attention of up to `max_q_len` queries with the oracle, for each of these topks; `alone`: as steps of few
+        rows plan it.
 
         Raises:
             RunnerError: it differs; one sentence.
         """
         for topk in topks:
             spec = self.spec(max_q_len, topk)
-            result = probe_combination(attention.resolve(spec), spec, thorough=thorough)
+            result = probe_combination(attention.resolve(spec), spec, thorough=thorough, alone=alone)
             if not result.verified:
                 raise RunnerError(result.reason)
 

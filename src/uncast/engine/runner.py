@@ -113,13 +113,16 @@ class ModelRunner:
         return self.attention.resolve(self._planning.spec(1, self._max_topk))
 
     def probe(self, max_q_len: int) -> None:
-        """Checks attention of requests with up to so many queries, dense and sparse as this model's steps are: against the
-        oracle, in deterministic mode each request also alone, and on a GPU in a CUDA graph where the backend can be in one.
+        """Checks attention of requests with up to so many queries, dense and sparse as this model's steps are, and of one query
+        also as steps of few rows plan it if `alone`: against the oracle, in deterministic mode each request also alone, and on
+        a GPU in a CUDA graph where the backend can be in one.
 
         Raises:
             RunnerError: it differs; one sentence.
         """
         self._probe(1 if self.deterministic else max_q_len, thorough=True)
+        if self.alone and max_q_len == 1:
+            self._planning.check(self.attention, 1, {0}, thorough=True, alone=True)
 
     def _probe(self, max_q_len: int, *, thorough: bool = False) -> None:
         topk = self._max_topk

@@ -85,8 +85,8 @@ def _selections(topk: int, kv_lens: list[int], q_lens: list[int], generator: tor
     return indices
 
 
-def plan_case(attention: MLAPagedAttention, spec: ProblemSpec, case: ProbeCase) -> Problem:
-    """Plans `attention` for a case of `spec`; returns the normalised problem."""
+def plan_case(attention: MLAPagedAttention, spec: ProblemSpec, case: ProbeCase, alone_rows: int = 0) -> Problem:
+    """Plans `attention` for a case of `spec`; returns the normalised problem. `alone_rows`: see `Problem`."""
     return attention.plan(
         case.qo_indptr,
         block_tables=case.block_tables,
@@ -103,6 +103,7 @@ def plan_case(attention: MLAPagedAttention, spec: ProblemSpec, case: ProbeCase) 
         batch_invariant=spec.batch_invariant,
         topk=spec.topk,
         num_pages=case.cache.shape[0],
+        alone_rows=alone_rows,
     ).problem
 
 

@@ -166,6 +166,7 @@ def probe_combination(
     *,
     inputs: ProbeInputs | None = None,
     thorough: bool = False,
+    alone: bool = False,
     on_phase: Callable[[str], None] | None = None,
 ) -> ProbeResult:
     """Runs `backend` twice on a small batch of `spec`; on success the combination counts as verified in this process.
@@ -178,6 +179,7 @@ def probe_combination(
         inputs: those of a probe before, used again where they fit.
         thorough: also run each request alone for `batch_invariant`, and on a GPU capture and replay a backend that
             can be.
+        alone: plan it with `Problem.alone_rows`, for a dense spec of one query.
         on_phase: told "plan", "run" and "graph" before each begins.
 
     Raises whatever the backend raises; a probe of unknown backends belongs in a child process.
@@ -189,7 +191,7 @@ def probe_combination(
     tell("plan")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ClaimedCapabilityWarning)
-        problem = plan_case(attention, spec, case)
+        problem = plan_case(attention, spec, case, case.seq_lens.shape[0] if alone else 0)
     tell("run")
     plan = attention.last_plan
     with_lse = traits.capability(replace(problem.spec, return_lse=True)).ok
