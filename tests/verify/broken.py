@@ -88,6 +88,16 @@ class Scribbler(TorchCpuBackend):
         cache.view(-1)[0] += 1
 
 
+class QuantisesQueries(TorchCpuBackend):
+    """Rounds the queries to FP8 in the caller's tensor: an oracle over what is left there would agree."""
+
+    name = "quantises_queries"
+
+    def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, cache: torch.Tensor, **kwargs: Any) -> None:
+        q_nope.copy_(q_nope.to(torch.float8_e4m3fn).to(q_nope.dtype))
+        super().run(q_nope, q_pe, cache, **kwargs)
+
+
 class Neighbour(TorchCpuBackend):
     """A request's bits depend on the size of its batch."""
 
@@ -136,6 +146,7 @@ FIVE = {"abort": Abort, "hang": Hang, "nan": Nan, "zeros": Zeros, "out_of_bounds
 PATHS = {
     cls.name: f"{__name__}:{cls.__name__}"
     for cls in (
-        *FIVE.values(), Before, Partial, Scribbler, Neighbour, StaticAssertion, IllegalAccess, Fickle, DiesWhenAsked,
+        *FIVE.values(), Before, Partial, Scribbler, QuantisesQueries, Neighbour, StaticAssertion, IllegalAccess, Fickle,
+        DiesWhenAsked,
     )
 }  # fmt: skip

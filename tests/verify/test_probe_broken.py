@@ -33,6 +33,7 @@ IN_PROCESS = {
     "before": "before writes out of bounds: 4 bytes before `lse` and 0 after it changed",
     "partial": "partial leaves NaN or infinity in 8192 of 65536 output values",
     "scribbler": "scribbler writes to the cache in run(): only write() may",
+    "quantises_queries": "quantises_queries writes to its inputs in run(): q_nope",
     "neighbour": "neighbour gives a request other bits in a batch than alone, and batch_invariant was asked for",
     "static_assertion": "static_assertion fails to compile on a static assertion: mla_hopper.cuh(143): error: static assertion",
     "illegal_access": "illegal_access makes an illegal memory access: CUDA error: an illegal memory access was encountered",

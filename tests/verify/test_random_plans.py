@@ -107,7 +107,7 @@ def random_plan(rng: random.Random, device: str, backends: list[str]) -> str:
         sentence = str(refusal)
         assert len(sentence) > 15 and "\n" not in sentence, (backend, wrong, sentence)
         return type(refusal).__name__
-    expected, expected_lse = ProbeInputs((), case, case.cache).reference(plan.problem, Rounding.of(plan))
+    expected, expected_lse = ProbeInputs((), case).reference(plan.problem, Rounding.of(plan))
     row_error, tensor_error = relative_errors(out, expected)
     live = expected_lse.isfinite()
     row, whole = allowed_errors(registry.create(plan.backend), plan.problem, expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -25,6 +25,22 @@ class ProbeCase:
     ckv_scale: Scale
     kpe_scale: Scale
     indices: torch.Tensor | None = None
+
+    def clone(self) -> ProbeCase:
+        """The same with tensors of its own."""
+        return replace(self, **{name: tensor.clone() for name, tensor in self._tensors().items()})
+
+    def restore(self, pristine: ProbeCase) -> list[str]:
+        """Makes all tensors what they are in `pristine`; the names of those that were not."""
+        before = pristine._tensors()
+        changed = [name for name, tensor in self._tensors().items() if not torch.equal(tensor, before[name])]
+        for name in changed:
+            self._tensors()[name].copy_(before[name])
+        return changed
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def make_case(spec: ProblemSpec, kv_lens: list[int], q_lens: list[int], *, seed: int = 0) -> ProbeCase:

@@ -85,9 +85,12 @@ class ProbeInputs:
 
     key: tuple[object, ...]
     case: ProbeCase
-    pristine: torch.Tensor
     tuned: bool = False
     references: dict[tuple[bool, Rounding | None], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    pristine: ProbeCase = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pristine = self.case.clone()
 
     @classmethod
     def of(cls, spec: ProblemSpec, uniform_q_len: bool, before: ProbeInputs | None = None) -> ProbeInputs:
@@ -118,7 +121,7 @@ class ProbeInputs:
         case = make_case(spec, kv_lens, q_lens)
         flatten_scores(case, len(kv_lens) - 2)
         tuned = tune_few_rows(spec, case, len(kv_lens) - 1)
-        return cls(key, case, case.cache.clone(), tuned)
+        return cls(key, case, tuned)
 
     def reference(self, problem: Problem, rounding: Rounding | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The oracle's output and LSE (in the problem's base) over the cache, or over its values as `rounding` leaves them."""
@@ -196,6 +199,7 @@ def probe_combination(
     plan = attention.last_plan
     with_lse = traits.capability(replace(problem.spec, return_lse=True)).ok
     first, second = (_Run.of(attention, case, with_lse) for _ in range(2))
+    changed = _changed_inputs(inputs)
     expected, expected_lse = inputs.reference(problem, None if plan is None else Rounding.of(plan))
     out, accuracy = first.out.tensor, Accuracy.of(traits, problem.spec.layout.name)
     parts = parts_of(problem, inputs.tuned, out, expected, accuracy)
@@ -204,7 +208,7 @@ def probe_combination(
     reason = (
         _overrun(first)
         or _overrun(second)
-        or _changed_inputs(inputs)
+        or changed
         or broken_output(out, expected)
         or next((part.fault for part in parts if part.fault), "")
         or ("" if first.lse is None else wrong_lse(first.lse.tensor, expected_lse, accuracy))
@@ -230,10 +234,13 @@ def _overrun(run: _Run) -> str:
 
 
 def _changed_inputs(inputs: ProbeInputs) -> str:
-    if torch.equal(inputs.case.cache, inputs.pristine):
+    """What `run` may not write to, restored: the oracle reads it, too, and would follow the change."""
+    changed = inputs.case.restore(inputs.pristine)
+    if not changed:
         return ""
-    inputs.case.cache.copy_(inputs.pristine)
-    return "writes to the cache in run(): only write() may"
+    if changed == ["cache"]:
+        return "writes to the cache in run(): only write() may"
+    return f"writes to its inputs in run(): {', '.join(changed)}"
 
 
 def _batch_fault(backend: str, spec: ProblemSpec, case: ProbeCase, first: _Run) -> str:
