@@ -17,6 +17,7 @@ from uncast.cli.main import main
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "doctor" / "data"
 EAGER, GRAPH, CLEAN = (DATA / f"founding_{name}.json.gz" for name in ("eager", "graph", "clean_graph"))
+GRAPH_CAPTURE, SERVER = DATA / "founding_graph.capture.json.gz", DATA / "sglang_server_fa3.json.gz"
 FINDING_KEYS = {
     "kind", "calls_per_step", "dtype_from", "dtype_to", "shape", "bytes_per_call", "bytes_per_step", "bytes_needed_per_step",
     "us_per_step", "share_of_step", "source", "confidence", "predicted_step_us", "advice",
@@ -121,8 +122,29 @@ def test_capture_given_as_file_and_folder(tmp_path: Path, capsys: pytest.Capture
     for given in (capture, folder):
         report = as_json(capsys, str(replay), "--capture", str(given))
         assert report["findings"][0]["confidence"] == "joined" and report["graphs"]["joined"] == 1248
-    folder.rename(tmp_path / "capture_traces")
-    assert as_json(capsys, str(replay))["findings"][0]["confidence"] == "joined"
+    for name in ("capture_traces", "graph_capture_profile"):
+        folder = folder.rename(tmp_path / name)
+        for options in ([], ["--capture", str(tmp_path)]):
+            assert as_json(capsys, str(replay), *options)["findings"][0]["confidence"] == "joined"
+
+
+def test_a_capture_that_does_not_fit_or_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = as_json(capsys, str(SERVER), "--capture", str(GRAPH_CAPTURE))
+    assert report["graphs"]["joined"] == 0 and any(
+        f"do not fit {GRAPH_CAPTURE}: is it the same server's" in note for note in report["notes"]
+    )
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(GRAPH_CAPTURE.read_bytes()[:2000])
+    code, out, err = run(capsys, str(GRAPH), "--capture", str(cut))
+    assert code == 2 and out == "" and err.count("\n") == 1 and "it is not whole (the gzip data ends early" in err
+
+
+def test_two_folders_of_one_trace_each_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, trace in (("a", EAGER), ("b", CLEAN)):
+        (tmp_path / folder).mkdir()
+        shutil.copy(trace, tmp_path / folder)
+    code, out, _ = run(capsys, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert code == 0 and "gone in B: the whole KV pool is cast" in out
 
 
 def test_options_reach_the_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +162,15 @@ def test_options_reach_the_report(capsys: pytest.CaptureFixture[str]) -> None:
         (["/nowhere.json"], "/nowhere.json cannot be read: No such file"),
         ([str(ROOT / "README.md")], "is no PyTorch profiler trace"),
         ([str(ROOT / "src")], "holds no traces"),
-        ([str(EAGER), "--live-tokens", "0"], "--live-tokens is 0: at least 1 is needed"),
+        ([str(EAGER), "--live-tokens", "0"], "--live-tokens is 0: allowed are 1 to 1,000,000,000,000"),
+        ([str(EAGER), "--live-tokens", "1" + "0" * 22], "0: allowed are 1 to 1,000,000,000,000"),
+        ([str(EAGER), str(DATA)], f"{DATA} is a folder of"),
+        ([str(EAGER), "--capture", str(GRAPH_CAPTURE)], "holds no graph replays: there is nothing to join with"),
+        (
+            [str(GRAPH), "--capture", str(EAGER)],
+            "is no trace of a graph's capture pass: no launch in it lacks its kernel",
+        ),
+        ([str(GRAPH), "--capture", str(ROOT / "src")], "holds no traces: a capture folder has .json or .json.gz files"),
         ([str(EAGER), "--peak-gbps", "-1"], "--peak-gbps is -1.0: allowed are 1 to 1,000,000 (GB/s)"),
         ([str(EAGER), "--peak-gbps", "inf"], "--peak-gbps is inf: allowed are 1 to 1,000,000 (GB/s)"),
         ([str(EAGER), "--peak-gbps", "nan"], "--peak-gbps is nan: allowed are 1 to 1,000,000 (GB/s)"),

@@ -49,6 +49,15 @@ def test_a_few_launches_more_in_the_capture(tmp_path: Path) -> None:
     assert r.graphs is not None and r.graphs.joined == r.graphs.replayed
 
 
+def test_a_capture_that_lacks_launches_is_said_to(tmp_path: Path) -> None:
+    captured = capture(layers=12)
+    last = [e for e in captured.events if e["name"] == "cudaLaunchKernel"][-2:]
+    captured.events = [e for e in captured.events if e not in last]
+    r = report(tmp_path, decode_graph(layers=12), captured)
+    assert r.graphs is not None and r.graphs.replayed - 9 <= r.graphs.joined < r.graphs.replayed
+    assert any("met no launch of the capture: what is said by it is right only if it is the same" in n for n in r.notes)
+
+
 def test_rocm_captures_join_by_name(tmp_path: Path) -> None:
     """The capture's launches have names, and more of them than were replayed, in another order."""
     captured = capture(layers=12)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BAR_BYTES = 8 << 20
+MAX_TOKENS = 10**12
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -124,8 +125,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"{len(args.trace)} traces were given: one is read, two are compared (or give --url)")
     if args.url is not None and args.trace:
         raise UsageError("give a trace or --url, not both")
-    if args.live_tokens is not None and args.live_tokens < 1:
-        raise UsageError(f"--live-tokens is {args.live_tokens}: at least 1 is needed")
+    if args.live_tokens is not None and not 1 <= args.live_tokens <= MAX_TOKENS:
+        raise UsageError(f"--live-tokens is {args.live_tokens}: allowed are 1 to {MAX_TOKENS:,}")
     if args.live_tokens is not None and args.metrics_url is not None:
         raise UsageError("give --live-tokens or --metrics-url, not both")
     if args.peak_gbps is not None and not 1 <= args.peak_gbps <= 1e6:
@@ -207,7 +208,13 @@ def _keep_apart(page: Path, traces: Sequence[Path]) -> None:
 
 
 def _compare(traces: Sequence[Path], options: Options, args: argparse.Namespace, console: Console) -> int:
-    a, b = (_read(path, options, args.json) for path in traces)
+    files = [_expand([path]) for path in traces]
+    for path, found in zip(traces, files, strict=True):
+        if len(found) > 1:
+            raise UsageError(
+                f"{path} is a folder of {len(found)} traces: two traces are compared, so give one of its files"
+            )
+    a, b = (_read(found[0], options, args.json) for found in files)
     result = compare(a, b)
     if args.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

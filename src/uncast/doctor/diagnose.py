@@ -65,13 +65,13 @@ def diagnose(path: Path, options: Options | None = None, progress: Progress | No
     if not len(trace.kernels):
         what = f"{len(trace.ops):,} CPU operators" if len(trace.ops) else f"{trace.events:,} events"
         advice = "record with ProfilerActivity.CUDA, or the server's GPU activity"
-        broken = _damage(trace)
+        broken = trace.damage
         advice = f"it is not whole ({broken}); copy it again, or {advice}" if broken else advice
         raise TraceError(f"{path} holds no GPU kernels ({what}): {advice}")
     links = link(trace)
     found = find_steps(trace, links)
     if not found.steps:
-        broken = _damage(trace)
+        broken = trace.damage
         lost = f": it is not whole ({broken})" if broken else ""
         raise TraceError(f"{path} holds GPU kernels but no step could be found in it{lost}")
     times = step_times(trace, found.steps)
@@ -88,11 +88,6 @@ def diagnose(path: Path, options: Options | None = None, progress: Progress | No
     )  # fmt: skip
     build_groups(scene)
     return _report(scene, found, times, options)
-
-
-def _damage(trace: Trace) -> str:
-    """What the reader knows to be missing from the file, "" if nothing is."""
-    return "; ".join([*trace.notes, *(f"{n:,} {reason}" for reason, n in trace.skipped.items())])
 
 
 def _median(values: Sequence[int | None]) -> int | None:

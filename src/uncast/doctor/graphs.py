@@ -23,6 +23,8 @@ from uncast.doctor.trace import Trace
 _LAUNCH = re.compile(r"Launch(Cooperative)?Kernel|LaunchKernelEx|ModuleLaunchKernel|Memcpy|Memset")
 _GRAPH = re.compile(r"GraphLaunch")
 REACH, RUN = 48, 4
+FOLDERS = ("capture_traces", "graph_capture_profile")
+"""Where vLLM and SGLang write their capture passes, beside their traces."""
 CONSISTENT = 0.8
 """Share of kernels that meet the operator which their name meets most."""
 GOOD = 0.5
@@ -39,12 +41,13 @@ class Capture:
 
 @dataclass
 class Join:
-    """`launch_of`: kernel of the replay -> launch in `capture`; `matched` of `replayed` kernels."""
+    """`launch_of`: kernel of the replay -> launch in `capture`; `matched` of `replayed` kernels; `tried`: captures read."""
 
     capture: Capture | None
     launch_of: dict[int, int]
     matched: int = 0
     replayed: int = 0
+    tried: tuple[str, ...] = ()
 
 
 def graph_replays(trace: Trace, links: Links) -> list[list[int]]:
@@ -58,21 +61,26 @@ def graph_replays(trace: Trace, links: Links) -> list[list[int]]:
 
 
 def find_captures(path: Path, batch: int | None) -> list[Path]:
-    """Capture traces beside a trace: `<stem>.capture.json[.gz]`, or files of `capture_traces/`, the batch's own first."""
+    """Capture traces beside a trace: `<stem>.capture.json[.gz]`, or files of one of `FOLDERS`, the batch's own first."""
     stem = path.name.removesuffix(".gz").removesuffix(".json")
     beside = [p for end in (".json.gz", ".json") if (p := path.with_name(f"{stem}.capture{end}")).is_file()]
     if beside:
         return beside
-    return capture_files(path.parent / "capture_traces", batch)
+    return capture_files(path.parent, batch) if _inner(path.parent) else []
 
 
 def capture_files(folder: Path, batch: int | None) -> list[Path]:
-    """Traces of a folder, those named after the batch size first."""
+    """Traces of a folder, or of the one of `FOLDERS` in it; those named after the batch size first."""
     if not folder.is_dir():
         return []
+    folder = _inner(folder) or folder
     files = sorted(p for p in folder.iterdir() if p.name.endswith((".json", ".json.gz")))
     mine = re.compile(rf"(?<!\d){batch}(?!\d)") if batch is not None else None
     return sorted(files, key=lambda p: mine is None or mine.search(p.name) is None)[:64]
+
+
+def _inner(folder: Path) -> Path | None:
+    return next((inner for name in FOLDERS if (inner := folder / name).is_dir()), None)
 
 
 def load_capture(path: Path, progress: Progress | None = None) -> Capture:
@@ -85,7 +93,8 @@ def load_capture(path: Path, progress: Progress | None = None) -> Capture:
     links = link(trace)
     graphs = [g for g in _captured(trace, set(links.launch)) if g]
     if not graphs:
-        raise TraceError(f"{path} is no trace of a graph's capture pass: no launch in it lacks its kernel")
+        broken = f", and it is not whole ({trace.damage})" if trace.damage else ""
+        raise TraceError(f"{path} is no trace of a graph's capture pass: no launch in it lacks its kernel{broken}")
     return Capture(trace, links, graphs)
 
 
@@ -125,13 +134,16 @@ def join(trace: Trace, links: Links, captures: Sequence[Path], progress: Progres
     best = Join(None, {}, 0, total)
     if not replays:
         return best
+    tried = []
     for path in captures:
         capture = load_capture(path, progress)
+        tried.append(str(path))
         found = _join_one(trace, replays, capture)
         if len(found) > best.matched:
             best = Join(capture, found, len(found), total)
         if best.matched == total:
             break
+    best.tried = tuple(tried)
     return best
 
 

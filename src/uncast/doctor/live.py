@@ -25,7 +25,8 @@ FLAGS = {
     "VLLM_TORCH_PROFILER_DIR) and give the same folder with --profile-dir; for graph replays add "
     '"capture_torch_profiler": true',
     "uncast": "start uncast with: uncast serve --profile-dir FOLDER",
-    "sglang": "SGLang profiles without a flag; for graph replays start it with --enable-profile-cuda-graph",
+    "sglang": "SGLang profiles without a flag; for graph replays start it with SGLANG_GRAPH_BATCH_CAPTURE=1, "
+    "SGLANG_TORCH_PROFILER_DIR=FOLDER and --enable-profile-cuda-graph",
 }
 
 

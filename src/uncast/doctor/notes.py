@@ -29,19 +29,28 @@ def finding_notes(scene: Scene, findings: Sequence[Finding]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+def _not_joined(scene: Scene) -> str:
+    tried, replayed = scene.join.tried, f"{scene.join.replayed:,} kernels ran inside graph replays"
+    if tried:
+        what = tried[0] if len(tried) == 1 else f"any of {len(tried)} captures"
+        return f"{replayed} and do not fit {what}: is it the same server's, for this batch size?"
+    lost = "neither shapes nor grids" if scene.amd else "no shapes or operators, only names and grids"
+    return (
+        f"{replayed}, of which a trace keeps {lost}: give the capture pass with --capture (vLLM: capture_torch_profiler; "
+        "SGLang: SGLANG_GRAPH_BATCH_CAPTURE=1 and --enable-profile-cuda-graph), or profile without graphs"
+    )
+
+
 def scene_notes(scene: Scene, found: Steps) -> list[str]:
     """What the trace lacks."""
     notes = []
     join_ = scene.join
     if join_.replayed and not join_.matched:
-        lost = "neither shapes nor grids" if scene.amd else "no shapes or operators, only names and grids"
-        notes.append(
-            f"{join_.replayed:,} kernels ran inside graph replays, of which a trace keeps {lost}: give the capture pass with "
-            "--capture (vLLM: capture_torch_profiler; SGLang: --enable-profile-cuda-graph), or profile without graphs"
-        )
+        notes.append(_not_joined(scene))
     elif join_.matched < join_.replayed:
         notes.append(
-            f"{join_.replayed - join_.matched:,} of {join_.replayed:,} replayed kernels met no launch of the capture"
+            f"{join_.replayed - join_.matched:,} of {join_.replayed:,} replayed kernels met no launch of the capture: what is "
+            "said by it is right only if it is the same server's, for this batch size"
         )
     if any("StreamBeginCapture" in name for name in scene.trace.names.values):
         notes.append("this is the capture pass of a graph: give it with --capture beside the trace of its replay")

@@ -165,6 +165,11 @@ class Trace:
         return known
 
     @property
+    def damage(self) -> str:
+        """What the reader knows to be missing from the file, "" if nothing is."""
+        return "; ".join([*self.notes, *(f"{n:,} {reason}" for reason, n in self.skipped.items())])
+
+    @property
     def gpu_name(self) -> str:
         """The first named device, "" if none is."""
         devices = self.meta.get("deviceProperties")
