@@ -13,10 +13,11 @@ from tests.engine.workload import PAGE, alone, make_engine, random_requests, run
 from tests.fixtures import FAMILIES, build_hf
 from uncast.checkpoints.load import load_model
 from uncast.engine import runner as runner_module
-from uncast.engine.fixed_rows import ROW_TILE, FixedRowMoE, with_fixed_rows
+from uncast.engine.fixed_rows import FixedRowMoE, with_fixed_rows
 from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner, RunnerError
 from uncast.engine.tokenizer import Tokenizer
+from uncast.kernels.row_tile import ROW_TILE
 from uncast.models.decoder import ForwardBatch, MLADecoder
 from uncast.models.layers import MoE
 

@@ -11,7 +11,7 @@ from uncast.engine.speculation import MAX_DRAFTS, SpeculationError, parse_specul
 
 HELP = (
     f"tokens that the model's MTP layer drafts per step, up to {MAX_DRAFTS}; auto measures what helps and stops where nothing "
-    "does; no text changes (default: off)"
+    "does; texts stay the same up to rounding (default: off)"
 )
 
 

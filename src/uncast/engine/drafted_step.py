@@ -30,11 +30,11 @@ import torch
 
 from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.drafted import DraftedRequest, Report
-from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.graphs import captured, release
 from uncast.engine.sampler import Draw
 from uncast.engine.static_step import KNOWN, StepParts, draw_rows, new_entries, to_device
 from uncast.engine.step_bytes import DraftPasses, counted_at
+from uncast.kernels.row_tile import ROW_TILE
 from uncast.models.decoder import ForwardBatch
 
 

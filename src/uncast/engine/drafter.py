@@ -19,9 +19,9 @@ import torch
 from torch.nn import functional as F
 
 from uncast.engine.batch import Batch
-from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.runner import ModelRunner
 from uncast.engine.sequence import MTPState, Rows, Sequence, fill_tile
+from uncast.kernels.row_tile import ROW_TILE
 
 
 class Drafter:

@@ -1,8 +1,8 @@
 """Deterministic mode: every matrix product sees exactly `ROW_TILE` rows, so a row's bits cannot depend on its batch.
 
-A BLAS picks its code by the number of rows, and codes differ in their last bits; with one row count there is one code. What
-remains is that this code computes a row alike wherever it stands in the tile and whatever stands beside it: `check_fixed_rows`
-tests that on this machine, with the model itself.
+A BLAS picks its code by the number of rows, and codes differ in their last bits; with one row count there is one code
+(`uncast.kernels.row_tile` does so for few rows of every mode on a GPU). What remains is that this code computes a row alike
+wherever it stands in the tile and whatever stands beside it: the runner tests that on this machine, with the model itself.
 
     step's rows   a17 | b40 b41 ... b55 | c3     a decodes, b prefills, c decodes
     tiles         [a17 b40 ... b54] [b55 c3 - ... -]     `-`: no row of anyone; written nowhere, attends to nothing
@@ -19,12 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from uncast.kernels.row_tile import ROW_TILE
 from uncast.models.decoder import AnyMLP, MLADecoder
 from uncast.models.layers import ExpertStack, MoE, route
 from uncast.models.parallel import ShardedMLP, ShardedMoE
-
-__all__ = ["ROW_TILE", "FixedRowMoE", "with_fixed_rows"]
 
 
 @dataclass

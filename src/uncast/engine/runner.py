@@ -13,7 +13,7 @@ from uncast.engine.batch import Batch
 from uncast.engine.decode_steps import DecodeSteps, graph_refusal
 from uncast.engine.drafted import DraftedRequest, Report, Verified
 from uncast.engine.drafted_step import DraftedStep
-from uncast.engine.fixed_rows import ROW_TILE, with_fixed_rows
+from uncast.engine.fixed_rows import with_fixed_rows
 from uncast.engine.labels import step_label
 from uncast.engine.planning import Planning
 from uncast.engine.runner_pool import RunnerError, index_layout_of, make_pool, require_current
@@ -22,6 +22,7 @@ from uncast.engine.sequence import MTPState, Rows, Sequence, few_rows, tiles, wh
 from uncast.engine.static_step import BUCKETS, KNOWN, Chosen, Staged, StaticStep, StepParts, StepRequest
 from uncast.engine.step_bytes import DraftPasses, StepBytes, counted_at, lengths_of_passes, step_bytes
 from uncast.kernels import row_tile
+from uncast.kernels.row_tile import ROW_TILE
 from uncast.latent.codec import new_counters
 from uncast.latent.layouts import row_layout
 from uncast.latent.pool import PagedPool

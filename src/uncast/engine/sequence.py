@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from uncast.engine.batch import Batch
-from uncast.engine.fixed_rows import ROW_TILE
+from uncast.kernels.row_tile import ROW_TILE
 
 
 @dataclass

@@ -17,10 +17,10 @@ import torch
 
 from uncast.attention import AttentionPlan, MLAPagedAttention
 from uncast.engine.batch import Batch
-from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.graphs import captured, release
 from uncast.engine.static_step import StepParts, to_device
 from uncast.engine.step_bytes import counted_at
+from uncast.kernels.row_tile import ROW_TILE
 from uncast.models.decoder import ForwardBatch
 
 

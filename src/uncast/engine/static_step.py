@@ -26,11 +26,11 @@ from itertools import chain
 import torch
 
 from uncast.attention import AttentionPlan, MLAPagedAttention
-from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.graphs import captured, release
 from uncast.engine.on_its_way import OnItsWay
 from uncast.engine.planning import Planning
 from uncast.engine.sampler import Draw, sample_rows
+from uncast.kernels.row_tile import ROW_TILE
 from uncast.latent.pool import PagedPool
 from uncast.models.decoder import ForwardBatch, MLADecoder
 from uncast.models.indexer import IndexCache
@@ -47,7 +47,7 @@ class StepParts:
     """What of a runner its steps are made of.
 
     Attributes:
-        alone: whether a row of a pass of up to `ROW_TILE` rows is to have the bits that it has alone.
+        alone: whether a row of a pass of up to `ROW_TILE` rows is to have the bits that it has alone; not with `max_topk`.
         max_topk: of steps with sparse attention; 0: there are none.
         width: pages of the longest request.
     """
@@ -251,9 +251,15 @@ class StaticStep:
         starts = torch.arange(size + 1, dtype=torch.int32, device=self._device)
         requests = slice(part.first, part.last)
         part.plans[topk] = parts.planning.plan_static(
-            attention, parts.pool, starts, self._tables[requests], self._lengths[requests], 1, topk,
-            0 if topk else parts.alone_rows(size),
-        )  # fmt: skip
+            attention,
+            parts.pool,
+            starts,
+            self._tables[requests],
+            self._lengths[requests],
+            1,
+            topk,
+            parts.alone_rows(size),
+        )
         index = None
         if parts.pool.index_storage is not None and parts.pool.index_layout is not None:
             index = IndexCache(parts.pool.index_storage, parts.pool.index_layout)

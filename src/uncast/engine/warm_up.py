@@ -23,11 +23,11 @@ import torch
 from uncast.attention import ProblemError, Refused
 from uncast.engine.core import Engine
 from uncast.engine.drafted_step import DraftedStep
-from uncast.engine.fixed_rows import ROW_TILE
 from uncast.engine.request import NOT_FINITE, GenerationError, Request, SamplingParams
 from uncast.engine.runner import RunnerError, Sequence
 from uncast.engine.speculation import AUTO_COUNTS
 from uncast.engine.static_step import StaticStep
+from uncast.kernels.row_tile import ROW_TILE
 
 SHORT = 3
 """Tokens of a short chunk."""

@@ -32,7 +32,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return add_rms_norm(x, weight, eps)[0]
     wide = whole_tile(x).to(torch.float32)
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled.to(x.dtype))[: x.shape[0]] * weight
+    return scaled[: x.shape[0]].to(x.dtype) * weight
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
