@@ -142,11 +142,18 @@ class DiesWhenAsked(TorchCpuBackend):
         os._exit(3)
 
 
+class RaisesWhenAsked(TorchCpuBackend):
+    name = "raises_when_asked"
+
+    def capability(self, spec: ProblemSpec) -> Capability:
+        raise ZeroDivisionError("\x1b[31mheads\x1b[0m by zero\nand more")
+
+
 FIVE = {"abort": Abort, "hang": Hang, "nan": Nan, "zeros": Zeros, "out_of_bounds": OutOfBounds}
 PATHS = {
     cls.name: f"{__name__}:{cls.__name__}"
     for cls in (
         *FIVE.values(), Before, Partial, Scribbler, QuantisesQueries, Neighbour, StaticAssertion, IllegalAccess, Fickle,
-        DiesWhenAsked,
+        DiesWhenAsked, RaisesWhenAsked,
     )
 }  # fmt: skip

@@ -102,6 +102,36 @@ def test_a_backend_that_dies_when_asked_is_a_row_and_the_others_go_on() -> None:
 
 
 @pytest.mark.usefixtures("broken")
+def test_a_backend_that_dies_when_asked_is_asked_once() -> None:
+    """One that hangs would cost the time limit for every layout."""
+    report = run_probe(Filters(backends=("dies_when_asked",), quick=True), device="cpu", arch=0, seconds=LONG_S)
+    assert [row["status"] for row in report.rows] == ["failed"] + ["skipped"] * 3
+    assert report.rows[1]["reason"].startswith(
+        "dies_when_asked is not asked again: it ends its process with exit code 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("dies_when_asked", "dies_when_asked ends its process with exit code 3 in capability()"),
+        ("raises_when_asked", "raises_when_asked raises ZeroDivisionError in capability():  [31mheads [0m by zero"),
+    ],
+)
+def test_what_a_backend_does_when_asked_ends_no_command(name: str, reason: str) -> None:
+    """Neither the probe, which on a CPU also lists what it would ask on a GPU, nor the matrix."""
+    options = ["--register", f"{name}={PATHS[name]}", "--backend", name, "--layout", "fp8_e4m3", "--json"]
+    for more, part in ((["--quick"], "rows"), (["--claims"], "claims")):
+        done = subprocess.run(
+            [sys.executable, "-m", "uncast", "probe", *options, *more],
+            cwd=ROOT, capture_output=True, text=True, timeout=LONG_S,
+        )  # fmt: skip
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        (row,) = json.loads(done.stdout)[part]
+        assert row["reason"] == reason and row["status"] in ("failed", "refused")
+
+
+@pytest.mark.usefixtures("broken")
 def test_after_three_deaths_a_backend_is_left_alone() -> None:
     filters = Filters(
         backends=("abort",),

@@ -133,6 +133,22 @@ def test_a_failing_row_is_shown_with_its_reason(capsys: pytest.CaptureFixture[st
         (["--timeout", "nan"], "'nan' is not a number of seconds above 0"),
         (["--register", "mine"], "'mine' is not NAME=MODULE:CLASS"),
         (["--register", "a:b=m:C"], "a backend name has no colon: 'a:b'"),
+        (["--register", "auto=m:C"], "'auto' is a name of uncast's own: choose another"),
+        (
+            ["--register", "torch_cpu=tests.verify.broken:Zeros"],
+            "'torch_cpu' is a name of uncast's own: choose another",
+        ),
+        (["--register", "ghost=.m:C"], "the attention backend 'ghost' cannot be imported: TypeError: "),
+        (
+            ["--register", "ghost=tests.verify.raises_on_import:C"],
+            "'ghost' cannot be imported: SystemExit: not for you",
+        ),
+        (["--heads", "²"], "'²' is not a number from 1 to 128"),
+        (["--jobs", "²"], "'²' is not a number from 1 to 16"),
+        (["--claims", "--layout", "fp4"], "unknown KV cache layout 'fp4': use one of auto, "),
+        (["--claims", "--heads", "3"], "--claims runs nothing and covers all shapes: leave out --heads"),
+        (["--claims", "--page-size", "3"], "--claims runs nothing and covers all shapes: leave out --page-size"),
+        (["--claims", "--quick"], "--claims runs nothing and covers all shapes: leave out --quick"),
     ],
 )
 def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,9 +156,23 @@ def test_bad_input_is_one_sentence(options: list[str], sentence: str, capsys: py
         code = main(["probe", *options])
     except SystemExit as stop:
         code = int(str(stop.code))
+    finally:
+        registry._BACKENDS.pop("ghost", None)
     captured = capsys.readouterr()
     assert code == 2 and captured.out == ""
     assert sentence in captured.err and captured.err.strip().splitlines()[-1].startswith("uncast")
+
+
+def test_auto_is_the_layout_that_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(
+        capsys, "--backend", "torch_cpu", "--layout", "auto", "--layout", "fp8_ds_mla", *ONE[4:], "--quick", "--json"
+    )
+    assert [row["kv_layout"] for row in json.loads(out)["rows"]] == ["fp8_ds_mla"]
+    _, out, _ = run(capsys, "--claims", "--layout", "auto", "--layout", "fp8_e5m2", "--backend", "native", "--json")
+    assert [(row["kv_layout"], row["status"]) for row in json.loads(out)["claims"]] == [
+        ("fp8_ds_mla", "claimed"),
+        ("fp8_e5m2", "refused"),
+    ]
 
 
 @pytest.mark.parametrize(

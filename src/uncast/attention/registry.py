@@ -43,10 +43,21 @@ class UnknownBackend(ValueError):
 
 
 def register(name: str, path: str) -> None:
-    """Adds a backend: `path` is "package.module:Class", a subclass of `Backend`."""
+    """Adds a backend: `path` is "package.module:Class", a subclass of `Backend`.
+
+    Raises:
+        ValueError: the name has a colon, or is auto or one of uncast's own, whose verified rows another class would inherit.
+    """
     if ":" in name:
         raise ValueError(f"a backend name has no colon: {name!r}")
+    if name == "auto" or (is_own(name) and _BACKENDS[name] != path):
+        raise ValueError(f"{name!r} is a name of uncast's own: choose another")
     _BACKENDS[name] = path
+
+
+def is_own(name: str) -> bool:
+    """Whether the backend `name`, or the one inside a wrapped form, is of this package."""
+    return _BACKENDS.get(name.rpartition(":")[2], "").startswith("uncast.")
 
 
 def names() -> list[str]:
@@ -139,3 +150,6 @@ def _find(name: str, path: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, OSError, AttributeError) as error:
         raise UnknownBackend(f"the attention backend {name!r} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:  # a module from elsewhere may raise anything
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnknownBackend(f"the attention backend {name!r} cannot be imported: {why}") from error

@@ -17,12 +17,14 @@ from uncast.cache_folder import keep_kernels
 from uncast.cli.main import UsageError
 from uncast.cli.probe_tables import claims_lines, failures_table, progress, rows_table
 from uncast.latent.layouts import LAYOUT_NAMES, LayoutError, row_layout
-from uncast.verify.probe_claims import claims, refused_layouts, would_probe
+from uncast.verify.probe_claims import REFUSED_LAYOUTS, refused_layouts, would_probe
+from uncast.verify.probe_crew import claims_here
 from uncast.verify.probe_grid import DTYPES, MODES, Filters
 from uncast.verify.probe_run import MAX_JOBS, Report, device_here, run_probe
 
 DEFAULT_SECONDS = {"cpu": 60.0, "cuda": 180.0}
 """On a GPU the first case of a kernel may compile it."""
+NOT_OF_CLAIMS = ("heads", "page_size", "dtype", "mode", "quick", "fresh", "timeout", "jobs")
 REGISTER_HINT = "NAME=MODULE:CLASS, as in mine=my_package.attention:MyBackend"
 
 
@@ -65,16 +67,15 @@ def run(argv: Sequence[str]) -> int:
             registry.backend_class(name)
         except ValueError as error:  # UnknownBackend is one, too
             raise UsageError(f"--register {name}={path}: {error}") from error
-    filters = _filters(args)
+    filters = _usage(lambda: _filters(args))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     if args.claims:
-        rows = claims(filters)
+        rows = claims_here(filters)
         if args.json:
             print(json.dumps({"claims": rows}, indent=1))
         else:
             print("\n".join(claims_lines(rows)))
         return 0
-    _usage(lambda: [row_layout(name) for name in filters.layouts or ()])
     device, arch = device_here()
     if device == "cuda":
         keep_kernels()
@@ -153,10 +154,20 @@ def _filters(args: argparse.Namespace) -> Filters:
     for name in args.backend or ():
         if name not in registry.names():
             raise UsageError(f"unknown attention backend {name!r}: use one of {registry.choices()}")
+    if args.claims:
+        for name in NOT_OF_CLAIMS:
+            if getattr(args, name):
+                raise UsageError(f"--claims runs nothing and covers all shapes: leave out --{name.replace('_', '-')}")
+    layouts = [_layout(name, args.claims) for name in args.layout] if args.layout else None
     return Filters(
-        backends=_tuple(args.backend), layouts=_tuple(args.layout), heads=_tuple(args.heads),
+        backends=_tuple(args.backend), layouts=_tuple(layouts), heads=_tuple(args.heads),
         page_sizes=_tuple(args.page_size), dtypes=_tuple(args.dtype), modes=_tuple(args.mode), quick=args.quick,
     )  # fmt: skip
+
+
+def _layout(name: str, claims: bool) -> str:
+    """The layout's own name (of `auto`, too); the claims know also those that every backend refuses."""
+    return name if claims and name in REFUSED_LAYOUTS else row_layout(name).name
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
@@ -170,16 +181,14 @@ def _usage(call: Callable[[], Any]) -> Any:
         raise UsageError(str(error)) from error
 
 
-def _count(text: str) -> int:
-    if not text.strip().isdigit() or not 1 <= int(text) <= 128:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 128")
+def _count(text: str, limit: int = 128) -> int:
+    if not text.strip().isdecimal() or not 1 <= int(text) <= limit:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {limit}")
     return int(text)
 
 
 def _jobs(text: str) -> int:
-    if not text.strip().isdigit() or not 1 <= int(text) <= MAX_JOBS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_JOBS}")
-    return int(text)
+    return _count(text, MAX_JOBS)
 
 
 def _seconds(text: str) -> float:

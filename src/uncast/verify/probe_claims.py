@@ -28,12 +28,17 @@ BASE_HEADS = (16, 128)
 HEAD_DIMS = ((512, 64), (256, 64), (512, 128), (128, 32))
 REFUSED_LAYOUTS = ("fp8_e5m2",)
 Ask = Callable[[ProblemSpec], Capability]
+RowOf = Callable[[str, str], dict[str, Any]]
 
 
-def claims(filters: Filters) -> list[dict[str, Any]]:
-    """One row per backend and layout, refused ones with the reason; filtered by backend and layout."""
+def claims(filters: Filters, row_of: RowOf | None = None) -> list[dict[str, Any]]:
+    """One row per backend and layout, refused ones with the reason; filtered by backend and layout.
+
+    `row_of` gives the row of a backend and layout: `claims_row`, or what asks in another process.
+    """
+    row_of = row_of or claims_row
     rows = [
-        _row(name, kv_layout)
+        row_of(name, kv_layout)
         for name in filters.backends or registry.names()
         for kv_layout in layouts(filters)
         if kv_layout not in REFUSED_LAYOUTS
@@ -47,21 +52,23 @@ def refused_layouts(filters: Filters) -> list[dict[str, Any]]:
 
 
 def would_probe() -> list[dict[str, Any]]:
-    """What `uncast probe` would look at on a GPU: backends with the layouts that they claim on any, and their package."""
+    """What `uncast probe` would look at on a GPU: uncast's backends with the layouts that they claim on any, and their
+    package."""
     found: dict[str, dict[str, Any]] = {}
-    for row in claims(Filters()):
+    for row in claims(Filters(backends=tuple(name for name in registry.names() if registry.is_own(name)))):
         if row["status"] == "claimed" and any(gpu != "cpu" for gpu in row["gpus"]):
             entry = {"backend": row["backend"], "package": row["package"], "installed": row["installed"], "layouts": []}
             found.setdefault(row["backend"], entry)["layouts"].append(row["kv_layout"])
     return list(found.values())
 
 
-def _row(name: str, kv_layout: str) -> dict[str, Any]:
+def claims_row(name: str, kv_layout: str) -> dict[str, Any]:
+    """The row of a backend and layout, asked here: a backend from elsewhere may raise anything."""
     wrapper, _, inner = name.rpartition(":")
     try:
         made = registry.backend_class(inner)
     except UnknownBackend as error:
-        return _empty(name, kv_layout, str(error))
+        return refused_row(name, kv_layout, str(error))
     state = {
         "package": made.requires or "torch",
         "installed": _installed(made.requires or "torch"),
@@ -74,7 +81,7 @@ def _row(name: str, kv_layout: str) -> dict[str, Any]:
     promise = {"tensor_error": round(accuracy.many_error, 4), "few_rows_error": round(accuracy.few_error, 4)}
     ask = _asker(inner, made)
     if ask is None:
-        return _empty(name, kv_layout, f"{name} cannot be asked before {made.requires} is installed") | state
+        return refused_row(name, kv_layout, f"{name} cannot be asked before {made.requires} is installed") | state
     if wrapper:
         direct = ask
 
@@ -85,9 +92,9 @@ def _row(name: str, kv_layout: str) -> dict[str, Any]:
     if not able:
         others = (spec for layout in LAYOUT_NAMES for spec in _able(ask, layout))
         nearest = next(others, replace(_base(kv_layout), arch=90))  # refused for its layout, where it can be
-        return _empty(name, kv_layout, ask(replace(nearest, kv_layout=kv_layout)).reason) | state
+        return refused_row(name, kv_layout, ask(replace(nearest, kv_layout=kv_layout)).reason) | state
     return (
-        _empty(name, kv_layout, "")
+        refused_row(name, kv_layout, "")
         | state
         | promise
         | {"status": "claimed", "gpus": _chips(able)}
@@ -153,7 +160,8 @@ def _asker(name: str, made: type[Backend]) -> Ask | None:
         return None
 
 
-def _empty(name: str, kv_layout: str, reason: str) -> dict[str, Any]:
+def refused_row(name: str, kv_layout: str, reason: str) -> dict[str, Any]:
+    """A row with nothing but why."""
     return {
         "backend": name, "kv_layout": kv_layout, "status": "refused", "reason": reason, "gpus": {}, "heads": "",
         "heads_causal_extend": "", "page_sizes": [], "extend": False, "causal": False, "lse_bases": [], "head_dims": [],
@@ -166,7 +174,7 @@ def _refused_layout(kv_layout: str) -> dict[str, Any]:
     try:
         row_layout(kv_layout)
     except LayoutError as error:
-        return _empty("all", kv_layout, str(error))
+        return refused_row("all", kv_layout, str(error))
     raise AssertionError(f"{kv_layout} is listed as refused, and it is a layout")
 
 

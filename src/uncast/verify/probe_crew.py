@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from uncast.attention import registry
-from uncast.verify.probe_worker import worker_main
+from uncast.verify.probe_claims import claims, claims_row, refused_row
+from uncast.verify.probe_grid import Filters
+from uncast.verify.probe_worker import shorten, worker_main
 
 START_SECONDS = 180.0
 COMPILE_SECONDS = 300.0
 """More for the first case of a worker on a GPU: a library may build its kernels with a compiler then."""
 END_SECONDS = 60.0
 """For a process that has ended or was killed to be gone."""
+CLAIMS_SECONDS = 60.0
+"""For a backend to say what it claims of one layout."""
 MAX_DEATHS = 3
+_PLACES = {
+    **dict.fromkeys(("survey", "claims"), "capability()"), "plan": "plan()", **dict.fromkeys(("run", "time"), "run()"),
+    "graph": "a CUDA graph",
+}  # fmt: skip
 
 
 class WorkerDied(Exception):
@@ -72,8 +81,7 @@ class Worker:
 
     def _place(self) -> str:
         """Where the worker was, as a user knows it."""
-        known = {"plan": "plan()", "run": "run()", "graph": "a CUDA graph", "survey": "capability()"}
-        return known.get(self._phase, "its start")
+        return _PLACES.get(self._phase, "its start")
 
     def _obituary(self) -> str:
         self._process.join(END_SECONDS)
@@ -153,3 +161,25 @@ class Crew:
         self._closed = True
         if self._worker is not None:
             self._worker.stop()
+
+
+def claims_here(filters: Filters) -> list[dict[str, Any]]:
+    """`claims`, of backends from elsewhere asked in a worker: one that crashes or hangs is a refused row."""
+    with tempfile.TemporaryDirectory(prefix="uncast-probe-") as folder:
+        crew, died = Crew(Path(folder) / "worker.log", CLAIMS_SECONDS), dict[str, str]()
+
+        def row_of(backend: str, kv_layout: str) -> dict[str, Any]:
+            if registry.is_own(backend):
+                return claims_row(backend, kv_layout)
+            try:
+                if backend not in died:
+                    row: dict[str, Any] = crew.ask("claims", (backend, kv_layout))
+                    return row
+            except WorkerDied as death:
+                died[backend] = shorten(f"{backend} {death}")
+            return refused_row(backend, kv_layout, died[backend])
+
+        try:
+            return claims(filters, row_of)
+        finally:
+            crew.close()

@@ -219,14 +219,21 @@ def _survey(filters: Filters, arch: int, session: _Session) -> list[list[ProbeKe
     crew = session.crew(seconds=max(session.seconds, START_SECONDS))
     try:
         for backend in filters.backends or registry.names():
+            died = ""
             for kv_layout in layouts(filters):
                 asked = keys(backend, kv_layout, session.device, arch, filters)
                 for key in asked:
                     key.spec(VARIANTS[0]).check()
+                if died:
+                    report.rows.append(asked[0].row("skipped", shorten(f"{backend} is not asked again: it {died}")))
+                    continue
                 try:
-                    reasons = crew.ask("survey", asked)
+                    reasons, fault = crew.ask("survey", asked)
                 except WorkerDied as death:
-                    report.rows.append(asked[0].row("failed", shorten(f"{backend} {death}")))
+                    died = str(death)
+                    reasons, fault = [], shorten(f"{backend} {death}")
+                if fault:
+                    report.rows.append(asked[0].row("failed", fault))
                     continue
                 report.refusals.update((backend, kv_layout, reason) for reason in reasons if reason is not None)
                 claimed = [key for key, reason in zip(asked, reasons, strict=True) if reason is None]
@@ -290,8 +297,7 @@ def _auto_may_take(key: ProbeKey) -> bool:
 
 def _remember(device: str, rows: list[dict[str, Any]], report: Report) -> None:
     """Adds rows of this package's own backends to the file: the versions it is keyed by do not cover other code."""
-    own = {name for name, path in registry.paths().items() if path.startswith("uncast.")}
-    rows = [row for row in rows if set(row["backend"].split(":")) <= own | {"gather_cast", "pool_cast"}]
+    rows = [row for row in rows if registry.is_own(row["backend"])]
     if not rows:
         return
     merged = {ProbeKey.of(row): row for row in [*read_rows(device), *rows]}

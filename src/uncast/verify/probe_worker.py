@@ -18,6 +18,7 @@ from uncast.attention.registry import UnknownBackend
 from uncast.attention.verified import Variant
 from uncast.backends._recast import recast_capability
 from uncast.verify.probe import ProbeInputs, ProbeResult, probe_combination
+from uncast.verify.probe_claims import claims_row, refused_row
 from uncast.verify.probe_grid import ProbeKey
 from uncast.verify.probe_time import TimedInputs, time_backend
 
@@ -25,9 +26,9 @@ MAX_REASON = 240
 
 
 def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
-    """Answers messages until None: `("survey", keys)` with the reason of each refused key or None, `("probe", key)` with a row
-    and whether this process can go on, `("time", (key, variant))` with microseconds and a reason why
-    there are none.
+    """Answers messages until None: `("survey", keys)` with `survey`'s answer, `("claims", (backend, layout))` with a row of the
+    matrix, `("probe", key)` with a row and whether this process can go on, `("time", (key, variant))` with microseconds and a
+    reason why there are none.
 
     Args:
         backends: names and dotted paths to register, the parent's.
@@ -53,7 +54,10 @@ def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
         while (message := pipe.recv()) is not None:
             task, payload = message
             if task == "survey":
-                pipe.send(("done", [refusal(key) for key in payload]))
+                pipe.send(("done", survey(payload)))
+                continue
+            if task == "claims":
+                pipe.send(("done", claimed(*payload)))
                 continue
             if task == "time":
                 key, variant = payload
@@ -76,6 +80,22 @@ def _is_broken(device: str) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def survey(keys: list[ProbeKey]) -> tuple[list[str | None], str]:
+    """The `refusal` of each key of one backend; and what its `capability` raised, if it did."""
+    try:
+        return [refusal(key) for key in keys], ""
+    except Exception as error:  # whatever a backend raises is a row; that is what this process is for
+        return [], explain(keys[0].backend, "capability", error)
+
+
+def claimed(backend: str, kv_layout: str) -> dict[str, Any]:
+    """A row of the matrix, also for a backend that raises when it is asked."""
+    try:
+        return claims_row(backend, kv_layout)
+    except Exception as error:
+        return refused_row(backend, kv_layout, explain(backend, "capability", error))
 
 
 def refusal(key: ProbeKey) -> str | None:
@@ -165,6 +185,8 @@ def explain(backend: str, phase: str, error: Exception) -> str:
 
 
 def shorten(sentence: str) -> str:
+    """At most `MAX_REASON` characters, each of which a terminal shows: libraries' errors may be in colour."""
+    sentence = "".join(character if character.isprintable() else " " for character in sentence)
     return sentence if len(sentence) <= MAX_REASON else sentence[: MAX_REASON - 3] + "..."
 
 

@@ -1,0 +1,3 @@
+"""A module whose import ends the program."""
+
+raise SystemExit("not for you")
