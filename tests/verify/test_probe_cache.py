@@ -129,10 +129,32 @@ def test_another_version_of_anything_is_another_file(part: str, monkeypatch: pyt
     assert read_rows("cpu") == [] and not is_verified("torch_cpu", spec())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"variants": []}, {"variants": [[True, "2", "yes"]]}, {"variants": [[True, "2", True, 4]]}, {"variants": "abc"},
+        {"num_heads": None}, {"num_heads": [4]}, {"arch": [0]}, {"mode": "huh"}, {"mode": ["decode"]}, {"reason": None},
+        {"row_error": "abc"}, {"few_rows_error": [1]}, {"run_us": "fast"}, {"status": "failed"}, {"backend": 7},
+        *({name: ...} for name in ("num_heads", "head_dim_ckv", "row_error", "many_rows_error", "run_us", "reason", "arch")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_that_no_probe_wrote_verifies_nothing(change: dict[str, Any]) -> None:
+    """`...`: without the field."""
+    probe()
+    stored = json.loads(cache_path("cpu").read_text(encoding="utf-8"))
+    row = {name: value for name, value in (stored["rows"][0] | change).items() if value is not ...}
+    cache_path("cpu").write_text(json.dumps({**stored, "rows": [row]}), encoding="utf-8")
+    verified.forget()
+    assert read_rows("cpu") == [] and not is_verified("torch_cpu", spec())
+
+
 WRONG_ROWS = '{"machine": MACHINE, "rows": [1, {}, {"variants": [[1]]}, ROW]}'
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"machine": 3, "rows": []}', "\x00\xff", WRONG_ROWS])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", "[" * 200_000, '{"machine": 3, "rows": []}', "\x00\xff", WRONG_ROWS], ids=range(8)
+)
 def test_a_damaged_file_verifies_nothing_and_is_replaced(text: str) -> None:
     key = ProbeKey("torch_cpu", "fp8_ds_mla", "float33", 4, 64, "decode", "cpu", 0)
     row = key.row("verified", "") | {"variants": [[1, "2", 0]]}

@@ -42,6 +42,9 @@ SM_SCALE = 192**-0.5
 Variant = tuple[bool, str, bool]
 """(causal, lse_base, batch_invariant): what one row of the probe covers several of."""
 VARIANTS: tuple[Variant, ...] = tuple(itertools.product((True, False), ("2", "e"), (False, True)))
+_NUMBERS = (
+    "row_error", "tensor_error", "stored_error", "few_rows_error", "many_rows_error", "seconds", "run_us",
+)  # fmt: skip
 _SOURCES = ("attention", "backends", "kernels", "latent", "numerics", "verify")
 
 _verified: set[tuple[str, ProblemSpec]] = set()
@@ -154,20 +157,27 @@ def read_rows(device: str) -> list[dict[str, Any]]:
         if stored["machine"] != machine(device):
             return []
         return [row for row in stored["rows"] if _is_row(row, device)]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # not there, not readable or not written by us: nothing is verified
-        return []
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # not there, not readable or not written by us: nothing is verified
 
 
 def _is_row(row: Any, device: str) -> bool:
+    """Whether a row has all that a probe gives it; a verified one at least one variant that it holds for."""
     try:
-        for variant in row["variants"]:
-            row_spec(row, variant).check()
-        return bool(row["device"] == device and isinstance(row["backend"], str) and isinstance(row["status"], str))
+        variants = [tuple(variant) for variant in row["variants"]]
+        for variant in variants or VARIANTS[:1]:
+            spec = row_spec(row, variant)
+            spec.check()
+            hash(spec)
+        numbers = [row[name] for name in _NUMBERS]
+        return bool(
+            row["device"] == device
+            and row["mode"] in (DECODE, EXTEND, SPARSE_DECODE, SPARSE_EXTEND)
+            and all(isinstance(row[name], str) for name in ("backend", "status", "reason"))
+            and all(number is None or isinstance(number, int | float) for number in numbers)
+            and set(variants) <= set(VARIANTS)
+            and bool(variants) == (row["status"] == "verified")
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
 
