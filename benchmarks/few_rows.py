@@ -1,7 +1,7 @@
 """Few rows on a GPU: which operations give a row other bits when more rows stand beside it, and what preventing that costs.
 
-    python benchmarks/few_rows.py ops --out few-rows-ops-h200.json   # by operation: 1 to 16 rows against 16, and a row elsewhere
-    python benchmarks/few_rows.py times --out few-rows-h200.json     # decode and verification steps in graphs, before and after
+    python benchmarks/few_rows.py ops --out few-rows-ops-h200.json  # by operation: 1 to 16 rows against 16, and a row elsewhere
+    python benchmarks/few_rows.py times --out few-rows-h200.json    # decode and verification steps in graphs, before and after
 
 GLM-4.7-Flash's shapes with random weights. `ops`: `plain` is what a library or kernel does with n rows, `engine` what a
 decoder's step does (`uncast.kernels.row_tile`, `alone_rows`); of both the numbers of rows, and places, at which some row has

@@ -201,9 +201,9 @@ class MLADecoder:
         if mtp is None:
             raise ValueError("this model has no MTP layer")
         embedded = F.embedding(batch.token_ids, self.embed)
-        x = linear(
-            torch.cat([rms_norm(embedded, mtp.enorm, eps), rms_norm(hidden, mtp.hnorm, eps)], dim=-1), mtp.eh_proj
-        )
+        both = new_rows(hidden, hidden.shape[0], 2 * hidden.shape[1])
+        torch.cat([rms_norm(embedded, mtp.enorm, eps), rms_norm(hidden, mtp.hnorm, eps)], dim=-1, out=both)
+        x = linear(both, mtp.eh_proj)
         x, pending = self._layer(mtp.layer, x, None, batch.cache[len(self.layers)], self._step(batch))
         return self._head(x, pending, mtp.norm, batch.logit_rows, every)
 
