@@ -263,3 +263,19 @@ def test_rows_of_backends_from_elsewhere_are_not_kept() -> None:
     )
     assert len(report.rows) == 12 and all(row["status"] == "verified" for row in report.rows)
     assert read_rows("cpu") == []
+
+
+KEEP = """
+import sys
+from uncast.verify.probe_grid import ProbeKey
+from uncast.verify.probe_kept import keep
+for page in (1, 2, 4, 8, 16, 32, 64, 128):
+    key = ProbeKey("torch_cpu", "bf16", "float32", int(sys.argv[1]), page, "decode", "cpu", 0)
+    assert keep("cpu", [key.row("verified", "", variants=[[True, "2", False]])]) == ""
+"""
+
+
+def test_probes_side_by_side_keep_each_others_rows() -> None:
+    both = [subprocess.Popen([sys.executable, "-c", KEEP, str(heads)]) for heads in (1, 2)]
+    assert [process.wait(LONG_S) for process in both] == [0, 0]
+    assert len(read_rows("cpu")) == 16

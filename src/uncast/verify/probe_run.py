@@ -19,10 +19,11 @@ import torch
 
 from uncast.attention import registry
 from uncast.attention.select import misses_default
-from uncast.attention.verified import VARIANTS, cache_path, learn, machine, read_rows, write_rows
+from uncast.attention.verified import VARIANTS, learn, machine, read_rows
 from uncast.latent.layouts import row_layout
 from uncast.verify.probe_crew import COMPILE_SECONDS, MAX_DEATHS, START_SECONDS, Crew, Deaths, WorkerDied
 from uncast.verify.probe_grid import SPARSE_MODES, Filters, ProbeKey, keys, layouts
+from uncast.verify.probe_kept import keep
 from uncast.verify.probe_time import describe
 from uncast.verify.probe_worker import shorten
 
@@ -296,14 +297,6 @@ def _auto_may_take(key: ProbeKey) -> bool:
 
 
 def _remember(device: str, rows: list[dict[str, Any]], report: Report) -> None:
-    """Adds rows of this package's own backends to the file: the versions it is keyed by do not cover other code."""
-    rows = [row for row in rows if registry.is_own(row["backend"])]
-    if not rows:
-        return
-    merged = {ProbeKey.of(row): row for row in [*read_rows(device), *rows]}
-    try:
-        write_rows(device, list(merged.values()))
-    except OSError as error:
-        note = f"results are not kept: {cache_path(device)} cannot be written ({error.strerror or error})"
-        if note not in report.notes:
-            report.notes.append(note)
+    note = keep(device, rows)
+    if note and note not in report.notes:
+        report.notes.append(note)
