@@ -176,6 +176,7 @@ def test_options_reach_the_report(capsys: pytest.CaptureFixture[str]) -> None:
         ([str(EAGER), "--peak-gbps", "nan"], "--peak-gbps is nan: allowed are 1 to 1,000,000 (GB/s)"),
         ([str(EAGER), "--peak-gbps", "1e300"], "--peak-gbps is 1e+300: allowed are 1 to 1,000,000 (GB/s)"),
         ([str(EAGER), "--peak-gbps", "1e-300"], "--peak-gbps is 1e-300: allowed are 1 to 1,000,000 (GB/s)"),
+        ([str(EAGER), "--no-stacks"], "--no-load and --no-stacks go with --url"),
         (["-"], "- (standard input) is no file: a regular file is needed"),
         (["/dev/null"], "/dev/null is a device or socket: a regular file is needed"),
         ([str(EAGER), "--phase", "prefill"], "holds no prefill steps; it has decode"),

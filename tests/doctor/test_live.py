@@ -127,6 +127,18 @@ def test_a_folder_is_asked_for(kind: str, tmp_path: Path) -> None:
         live.profile(live.Request(url), lambda text: None)
 
 
+def test_profiles_without_stacks(tmp_path: Path) -> None:
+    fake = FakeServer("sglang", tmp_path)
+    with serving(fake) as url:
+        live.profile(live.Request(url, profile_dir=tmp_path, stacks=False), lambda text: None)
+    assert dict(fake.asked)["/start_profile"]["with_stack"] is False
+    with (
+        serving(FakeServer("vllm", tmp_path)) as url,
+        pytest.raises(LiveError, match='"torch_profiler_with_stack": false'),
+    ):
+        live.profile(live.Request(url, profile_dir=tmp_path, stacks=False), lambda text: None)
+
+
 def test_no_load(tmp_path: Path) -> None:
     fake = FakeServer("uncast", tmp_path)
     with serving(fake) as url:

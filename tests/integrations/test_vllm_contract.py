@@ -1,7 +1,7 @@
 """The backend UNCAST fits vLLM's interface, and so do the stand-ins that its tests run on.
 
 `vllm_interface.json` is the interface of vLLM 0.33.0 as `vllm_interface.py` reads it. It is compared with the sources of an
-installed vLLM, or of an unpacked wheel whose package folder `UNCAST_VLLM_SOURCE` names; a failure says what vLLM has changed,
+installed vLLM, or of an unpacked wheel that `UNCAST_VLLM_SOURCE` names; a failure says what vLLM has changed,
 and the file is written anew once the backend follows.
 """
 
@@ -40,7 +40,11 @@ OURS = {
 def source() -> Path | None:
     named = os.environ.get("UNCAST_VLLM_SOURCE")
     if named:
-        return Path(named)
+        package = inner if (inner := Path(named) / "vllm").is_dir() else Path(named)
+        assert (package / "v1").is_dir(), (
+            f"UNCAST_VLLM_SOURCE={named} is neither an unpacked wheel of vLLM nor its package"
+        )
+        return package
     found = importlib.util.find_spec("vllm")
     return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
 

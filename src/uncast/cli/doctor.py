@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--profile-dir", type=Path, metavar="DIR", help="with --url: the folder where the server writes its traces")
     add("--api-key", help="with --url: the server's key")
     add("--no-load", action="store_true", help="with --url: send no request; the server has its own traffic")
+    add("--no-stacks", action="store_true", help="with --url: no Python stacks; they name functions and slow the host")
     add(
         "--engines",
         action="store_true",
@@ -90,7 +91,9 @@ def _run(args: argparse.Namespace) -> int:
         options = replace(options, live_tokens=live_tokens(args.metrics_url), live_source=f"from {args.metrics_url}")
     traces = list(args.trace)
     if args.url is not None:
-        request = live.Request(args.url, args.steps, args.profile_dir, args.api_key, not args.no_load)
+        request = live.Request(
+            args.url, args.steps, args.profile_dir, args.api_key, not args.no_load, stacks=not args.no_stacks
+        )
         traces = live.profile(request, lambda text: print(text, file=sys.stderr))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
     if len(traces) == 2 and args.url is None:
@@ -123,6 +126,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--engine-path, --model, --arch and --kv-dtype go with --engines")
     if args.url is None and not 1 <= len(args.trace) <= 2:
         raise UsageError(f"{len(args.trace)} traces were given: one is read, two are compared (or give --url)")
+    if args.url is None and (args.no_load or args.no_stacks):
+        raise UsageError("--no-load and --no-stacks go with --url")
     if args.url is not None and args.trace:
         raise UsageError("give a trace or --url, not both")
     if args.live_tokens is not None and not 1 <= args.live_tokens <= MAX_TOKENS:

@@ -33,7 +33,8 @@ FLAGS = {
 @dataclass(frozen=True)
 class Request:
     """`profile_dir`: a folder that the server can write to and this machine can read; `load`: whether to send a request that
-    makes the server decode (else others must)."""
+    makes the server decode (else others must); `stacks`: whether SGLang records Python stacks. They name functions and slow
+    the host. vLLM's are chosen when it starts; uncast records none."""
 
     url: str
     steps: int = 8
@@ -41,6 +42,7 @@ class Request:
     api_key: str | None = None
     load: bool = True
     wait_s: float = 120.0
+    stacks: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _sglang(request: Request, server: Server, say: Callable[[str], None]) -> lis
     before = _files(folder)
     body = {
         "output_dir": str(folder.resolve()), "num_steps": request.steps, "activities": ["CPU", "GPU"],
-        "with_stack": True, "record_shapes": True, "profile_by_stage": False,
+        "with_stack": request.stacks, "record_shapes": True, "profile_by_stage": False,
     }  # fmt: skip
     post(request.url.rstrip("/") + "/start_profile", body, request.api_key, timeout_s=60.0)
     load = _start_load(request, server)
@@ -102,6 +104,11 @@ def _sglang(request: Request, server: Server, say: Callable[[str], None]) -> lis
 def _vllm(request: Request, server: Server, say: Callable[[str], None]) -> list[Path]:
     folder = request.profile_dir
     base = request.url.rstrip("/")
+    if not request.stacks:
+        raise LiveError(
+            'vLLM chooses stacks when it starts: leave --no-stacks out and give "torch_profiler_with_stack": false in its '
+            "--profiler-config"
+        )
     if folder is None:
         raise LiveError(f"vLLM writes its traces to the folder it was started with: {FLAGS['vllm']}")
     before = _files(folder)
