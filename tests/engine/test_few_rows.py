@@ -78,6 +78,21 @@ def test_one_request_with_drafts_has_the_logits_of_one_without(
     assert not drafts or engine.stats().draft_tokens_accepted_total
 
 
+@pytest.mark.parametrize("static", [True, False])
+def test_nan_behind_the_rows_of_a_tile_comes_into_nothing(
+    glm: MLADecoder, words: Tokenizer, plain: dict[str, tuple[list[int], torch.Tensor]], static: bool
+) -> None:
+    """Not into a logit, nor into what is counted of the rows that are written."""
+    torch.use_deterministic_algorithms(True)  # fills what is allocated uninitialised with NaN
+    try:
+        assert bool(row_tile.whole_tile(row_tile.new_rows(glm.embed, 2, 4)).isnan().all())
+        engine = make_engine(glm, words, pages=40, speculate=3, static=static, max_step_tokens=64)
+        assert_same(said(engine, requests_of(words, 1, 40)), plain)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert engine.runner.counters[2] == 0
+
+
 def test_automatic_drafts_and_their_pauses_change_nothing(
     glm: MLADecoder, words: Tokenizer, plain: dict[str, tuple[list[int], torch.Tensor]]
 ) -> None:
