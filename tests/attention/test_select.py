@@ -94,7 +94,10 @@ class RoundsP(TorchCpuBackend):
     bf16_probabilities = ("fp8_e4m3",)
 
 
-def test_over_fp8_only_what_keeps_the_default_accuracy_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("said", [("fp8_e4m3",), "fp8_e4m3"])
+def test_over_fp8_only_what_keeps_the_default_accuracy_is_taken(said: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a backend that names one layout without a tuple around it, as the probe understands it."""
+    monkeypatch.setattr(RoundsP, "bf16_probabilities", said)
     monkeypatch.setitem(registry._BACKENDS, "rounds_p", f"{__name__}:RoundsP")
     monkeypatch.setattr(registry, "AUTO_ORDER", {"cpu": ("rounds_p", "torch_cpu"), "cuda": ()})
     here = ProblemSpec(num_heads=4, kv_layout="fp8_e4m3", q_data_type=torch.float32, device="cpu")

@@ -37,6 +37,17 @@ class Nan(TorchCpuBackend):
         kwargs["out"][-1, -1, -1] = torch.nan
 
 
+class NanInBaseE(TorchCpuBackend):
+    """Right in the first variants of a row."""
+
+    name = "nan_in_base_e"
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        super().run(*args, **kwargs)
+        if self._problem.spec.lse_base == "e":
+            kwargs["out"].fill_(torch.nan)
+
+
 class Zeros(TorchCpuBackend):
     name = "zeros"
 
@@ -154,6 +165,6 @@ PATHS = {
     cls.name: f"{__name__}:{cls.__name__}"
     for cls in (
         *FIVE.values(), Before, Partial, Scribbler, QuantisesQueries, Neighbour, StaticAssertion, IllegalAccess, Fickle,
-        DiesWhenAsked, RaisesWhenAsked,
+        DiesWhenAsked, RaisesWhenAsked, NanInBaseE,
     )
 }  # fmt: skip

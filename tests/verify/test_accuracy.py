@@ -22,7 +22,7 @@ from uncast.verify.accuracy import (
     BF16_PARTIALS_ERROR,
     BF16_RMS,
     BF16_UNIT,
-    FEW_QUERY_HEADS,
+    LARGE_OUTPUT,
     MAX_TENSOR_ERROR,
     Accuracy,
 )
@@ -78,13 +78,13 @@ def test_rounded_probabilities_alone_keep_the_default_from_so_many_rows_on() -> 
     def allowed(heads: int, like: Accuracy = accuracy, seen: torch.Tensor = visible) -> float:
         return like.tensor_error(torch.ones(1, heads, 4), seen)
 
-    assert allowed(FEW_QUERY_HEADS) == MAX_TENSOR_ERROR < allowed(FEW_QUERY_HEADS - 1)
+    assert allowed(LARGE_OUTPUT) == MAX_TENSOR_ERROR < allowed(LARGE_OUTPUT - 1)
     assert allowed(1) == pytest.approx(BF16_P_ERROR) and allowed(1, seen=torch.tensor([1])) == MAX_TENSOR_ERROR
     split = Accuracy(probabilities=True, partials=True)
     assert allowed(1000, split) == MAX_TENSOR_ERROR
     assert allowed(1000, split, torch.tensor([33])) == pytest.approx(BF16_PARTIALS_ERROR)
-    assert split.many_error == BF16_PARTIALS_ERROR
-    assert split.few_error == pytest.approx(allowed(1, split, torch.tensor([33])))
+    assert split.large_error == BF16_PARTIALS_ERROR
+    assert split.any_error == pytest.approx(allowed(1, split, torch.tensor([33])))
     assert allowed(1, Accuracy()) == MAX_TENSOR_ERROR and allowed(1, Accuracy(lossy=True)) == 0.05
     assert allowed(0) == MAX_TENSOR_ERROR
 
@@ -183,4 +183,4 @@ def test_a_cast_in_front_of_a_backend_rounds_what_that_rounds_over_bf16() -> Non
     assert Accuracy.of(cast, "fp8_ds_mla") == Accuracy(probabilities=True) and Accuracy.of(cast, "bf16") == Accuracy()
     cast = PoolCastBackend(TorchCpuBackend())
     assert not cast.bf16_probabilities and not cast.bf16_partials
-    assert math.isclose(Accuracy.of(cast, "fp8_e4m3").few_error, MAX_TENSOR_ERROR)
+    assert math.isclose(Accuracy.of(cast, "fp8_e4m3").any_error, MAX_TENSOR_ERROR)

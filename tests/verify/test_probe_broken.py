@@ -19,7 +19,7 @@ from uncast.attention.verified import read_rows
 from uncast.verify.probe_crew import MAX_DEATHS, Worker
 from uncast.verify.probe_grid import Filters, ProbeKey
 from uncast.verify.probe_run import Report, run_probe
-from uncast.verify.probe_worker import MAX_REASON, explain, probe_key
+from uncast.verify.probe_worker import ERRORS, MAX_REASON, explain, probe_key
 
 ROOT = Path(__file__).parents[2]
 REASONS = {
@@ -89,6 +89,12 @@ def test_each_other_fault_has_its_reason(name: str) -> None:
     row, _ = probe_key(key(name), None, lambda phase: None)
     assert row["status"] == "failed" and row["reason"].startswith(IN_PROCESS[name]), row["reason"]
     assert len(row["reason"]) <= MAX_REASON + 60
+
+
+@pytest.mark.usefixtures("broken")
+def test_errors_that_are_no_numbers_in_one_variant_are_none_of_the_row() -> None:
+    row, _ = probe_key(key("nan_in_base_e"), None, lambda phase: None)
+    assert "LSE base e" in row["reason"] and [row[name] for name in ERRORS] == [None] * 5
 
 
 @pytest.mark.usefixtures("broken")

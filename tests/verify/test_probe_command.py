@@ -259,7 +259,7 @@ def test_the_documented_matrix_of_the_peers() -> None:
         assert rows[name, "fp8_e4m3"]["reason"] == (
             f"{name} takes bfloat16 queries over a bf16 cache, not bfloat16 queries over fp8_e4m3"
         )
-    promises = {key: (row["tensor_error"], row["few_rows_error"]) for key, row in rows.items()}
+    promises = {key: (row["large_output_error"], row["any_output_error"]) for key, row in rows.items()}
     assert promises["native", "fp8_ds_mla"] == promises["pool_cast:torch_cpu", "fp8_e4m3"] == (0.0025, 0.0025)
     assert promises["native", "bf16"] == promises["gather_cast:native", "fp8_e4m3"] == (0.0025, 0.0042)
     assert (
@@ -289,14 +289,14 @@ def test_claims_run_nothing_and_tell_what_is_installed(
     assert (
         "\ngather_cast:NAME and pool_cast:NAME: FP8 layouts, as a BF16 copy, wherever NAME claims bf16\nerror: " in out
     )
-    assert "where fewer than 281 (query row, head) make up the output (docs/probe.md)\n" in out
+    assert "a large one is of 281 (query row, head) or more (docs/probe.md)\n" in out
     out = run(capsys, "--claims", *(f"--backend={name}" for name in ("native", "torch_cpu", "flashinfer_fa3")))[1]
     assert (
         out.count("      error up to 2.5e-03\n") == 6
-        and out.count("      error up to 2.5e-03; of few rows 4.2e-03\n") == 1
+        and out.count("      error up to 2.5e-03 of a large output, 4.2e-03 of any\n") == 1
     )
-    assert out.count("      error up to 3.0e-03; of few rows 4.6e-03\n") == 2
-    assert "few rows" not in run(capsys, "--claims", "--backend", "native", "--layout", "fp8_e4m3")[1]
+    assert out.count("      error up to 3.0e-03 of a large output, 4.6e-03 of any\n") == 2
+    assert "large" not in run(capsys, "--claims", "--backend", "native", "--layout", "fp8_e4m3")[1]
 
 
 def test_no_claim_of_the_matrix_is_taken_back_by_the_backend() -> None:

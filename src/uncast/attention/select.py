@@ -27,7 +27,7 @@ def misses_default(made: Backend | type[Backend], layout: RowLayout) -> str:
     """
     if layout.is_fp8 and made.rounds_fp8:
         return "rounds the values of an FP8 cache to BF16"
-    if layout.is_fp8 and layout.name in (*made.bf16_probabilities, *made.bf16_partials):
+    if layout.is_fp8 and (layout.name in made.bf16_probabilities or layout.name in made.bf16_partials):
         return "rounds to BF16 on the way from an FP8 cache to its output"
     return ""
 

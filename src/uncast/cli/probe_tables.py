@@ -11,13 +11,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from uncast.verify.accuracy import FEW_QUERY_HEADS
+from uncast.verify.accuracy import LARGE_OUTPUT
+from uncast.verify.bf16_contexts import FEW_ROWS, MANY_ROWS
 from uncast.verify.probe_claims import ranges
 
 OnRow = Callable[[dict[str, Any], int, int], None]
 ERRORS_NOTE = (
-    f"error: relative, of the whole output; of few rows: where fewer than {FEW_QUERY_HEADS} (query row, head) make up the "
-    "output (docs/probe.md)"
+    f"error: relative, of a whole output; a large one is of {LARGE_OUTPUT} (query row, head) or more (docs/probe.md)"
+)
+COLUMNS_NOTE = (
+    f"relative errors: of one (query row, head); of the whole batch or its request of {MANY_ROWS} cached rows; "
+    f"of its request of {FEW_ROWS}"
 )
 
 
@@ -39,10 +43,10 @@ def progress(stream: TextIO) -> Iterator[OnRow | None]:
 
 def rows_table(rows: list[dict[str, Any]]) -> Table:
     """One line per backend, layout and dtype of queries."""
-    table = Table(title="Probed on this machine")
+    table = Table(title="Probed on this machine", caption=COLUMNS_NOTE)
     for name in ("backend", "layout", "queries", "heads", "pages", "modes"):
         table.add_column(name)
-    for name in ("verified", "failed", "row error", "error", "few rows"):
+    for name in ("verified", "failed", "row error", "error", f"{FEW_ROWS} rows"):
         table.add_column(name, justify="right")
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -87,7 +91,7 @@ def claims_lines(rows: list[dict[str, Any]]) -> list[str]:
     if casts and len(blocks) > 1:
         names = " and ".join(f"{cast}:NAME" for cast in casts)
         lines.append(f"{names}: FP8 layouts, as a BF16 copy, wherever NAME claims bf16")
-    if any(row["few_rows_error"] != row["tensor_error"] for row in rows):
+    if any(row["any_output_error"] != row["large_output_error"] for row in rows):
         lines.append(ERRORS_NOTE)
     return lines
 
@@ -114,8 +118,9 @@ def _claimed(row: dict[str, Any]) -> list[str]:
     facts += ["sparse, too"] if row["sparse"] else []
     facts += [f"reads {row['reads']}"] if row["reads"] != "as stored" else []
     facts += ["batch_invariant"] if row["batch_invariant"] else []
-    worst = "" if row["few_rows_error"] == row["tensor_error"] else f"; of few rows {row['few_rows_error']:.1e}"
-    errors = f"error up to {row['tensor_error']:.1e}{worst}"
+    errors = f"error up to {row['large_output_error']:.1e}"
+    if row["any_output_error"] != row["large_output_error"]:
+        errors += f" of a large output, {row['any_output_error']:.1e} of any"
     return [f"  {row['kv_layout']}: {chips}", f"      {'; '.join(facts)}", f"      {errors}"]
 
 

@@ -45,8 +45,9 @@ BF16_PARTIALS_ERROR = math.hypot(MAX_TENSOR_ERROR, BF16_RMS)
 """Allowed of the whole where partial results are rounded, too: 3.0e-3."""
 BF16_P_ERROR = math.hypot(BF16_UNIT, BF16_RMS)
 """Allowed of the whole where one rounded probability is all that counts: 4.2e-3."""
-FEW_QUERY_HEADS = math.ceil(((BF16_UNIT**2 - BF16_RMS**2) / (MAX_TENSOR_ERROR**2 - 2 * BF16_RMS**2)) ** 2)
-"""From so many (query row, head) of like norm on, rounded probabilities alone keep MAX_TENSOR_ERROR: 281."""
+LARGE_OUTPUT = math.ceil(((BF16_UNIT**2 - BF16_RMS**2) / (MAX_TENSOR_ERROR**2 - 2 * BF16_RMS**2)) ** 2)
+"""A large output has so many (query row, head) of like norm or more: rounded probabilities alone keep MAX_TENSOR_ERROR there.
+281."""
 LOSSY_ROW_ERROR, LOSSY_TENSOR_ERROR = 0.2, 0.05
 """The same for a backend that rounds queries to FP8 and says so: 1.5 times what FlashMLA's showed on an H200 over 22 rows of
 the grid (0.13 of a row, 0.033 of the whole)."""
@@ -81,15 +82,15 @@ class Accuracy:
         return LOSSY_LSE_ERROR if self.lossy else MAX_LSE_ERROR
 
     @property
-    def many_error(self) -> float:
-        """Allowed of the whole of a large batch."""
+    def large_error(self) -> float:
+        """Allowed of the whole of a large output."""
         return LOSSY_TENSOR_ERROR if self.lossy else BF16_PARTIALS_ERROR if self.partials else MAX_TENSOR_ERROR
 
     @property
-    def few_error(self) -> float:
-        """Allowed of the whole of any batch."""
+    def any_error(self) -> float:
+        """Allowed of the whole of any output."""
         if self.lossy or not self.probabilities:
-            return self.many_error
+            return self.large_error
         return math.hypot(BF16_P_ERROR, BF16_RMS) if self.partials else BF16_P_ERROR
 
     def tensor_error(self, expected: torch.Tensor, visible: torch.Tensor, alike: torch.Tensor | None = None) -> float:
@@ -103,7 +104,7 @@ class Accuracy:
         weights = expected.double().square().sum(-1)
         total = float(weights.sum())
         if self.lossy or not (self.probabilities or self.partials) or total == 0:
-            return self.many_error
+            return self.large_error
         visible = visible.to(weights.device)
         split = float(weights[visible > UNSPLIT_ROWS].sum()) / total if self.partials else 0.0
         unlike = visible > 1

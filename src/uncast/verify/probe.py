@@ -107,16 +107,8 @@ class ProbeInputs:
             q_lens = [min(spec.max_q_len, 4)] * len(kv_lens)
             kv_lens = [max(kv, q_lens[0]) if kv else 0 for kv in kv_lens]
         else:
-            q_lens = [
-                1,
-                1,
-                min(spec.max_q_len, page),
-                2,
-                min(spec.max_q_len, 5),
-                spec.max_q_len,
-                min(spec.max_q_len, 8),
-                2,
-            ]
+            most = spec.max_q_len
+            q_lens = [1, 1, min(most, page), 2, min(most, 5), most, min(most, 8), 2]
             q_lens = [min(q, max(1, kv)) for q, kv in zip(q_lens, kv_lens, strict=True)]
         case = make_case(spec, kv_lens, q_lens)
         flatten_scores(case, len(kv_lens) - 2)

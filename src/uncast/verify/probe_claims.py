@@ -77,8 +77,6 @@ def claims_row(name: str, kv_layout: str) -> dict[str, Any]:
         "uniform_q_len": made.uniform_q_len,
         "reads": _reads(bool(wrapper), made.rounds_fp8 and kv_layout.startswith("fp8")),
     }
-    accuracy = Accuracy.of(made, "bf16" if wrapper else kv_layout)
-    promise = {"tensor_error": round(accuracy.many_error, 4), "few_rows_error": round(accuracy.few_error, 4)}
     ask = _asker(inner, made)
     if ask is None:
         return refused_row(name, kv_layout, f"{name} cannot be asked before {made.requires} is installed") | state
@@ -93,13 +91,12 @@ def claims_row(name: str, kv_layout: str) -> dict[str, Any]:
         others = (spec for layout in LAYOUT_NAMES for spec in _able(ask, layout))
         nearest = next(others, replace(_base(kv_layout), arch=90))  # refused for its layout, where it can be
         return refused_row(name, kv_layout, ask(replace(nearest, kv_layout=kv_layout)).reason) | state
-    return (
-        refused_row(name, kv_layout, "")
-        | state
-        | promise
-        | {"status": "claimed", "gpus": _chips(able)}
-        | _properties(ask, able)
-    )
+    accuracy = Accuracy.of(made, "bf16" if wrapper else kv_layout)
+    promise = {
+        "large_output_error": round(accuracy.large_error, 4), "any_output_error": round(accuracy.any_error, 4),
+        "status": "claimed", "gpus": _chips(able),
+    }  # fmt: skip
+    return refused_row(name, kv_layout, "") | state | promise | _properties(ask, able)
 
 
 def _reads(copies: bool, rounds: bool) -> str:
@@ -166,7 +163,7 @@ def refused_row(name: str, kv_layout: str, reason: str) -> dict[str, Any]:
         "backend": name, "kv_layout": kv_layout, "status": "refused", "reason": reason, "gpus": {}, "heads": "",
         "heads_causal_extend": "", "page_sizes": [], "extend": False, "causal": False, "lse_bases": [], "head_dims": [],
         "batch_invariant": False, "sparse": False, "cuda_graph": False, "lossy_q": False, "uniform_q_len": False,
-        "reads": "", "tensor_error": None, "few_rows_error": None, "package": "", "installed": "",
+        "reads": "", "large_output_error": None, "any_output_error": None, "package": "", "installed": "",
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import sys
@@ -23,6 +24,7 @@ from uncast.verify.probe_grid import ProbeKey
 from uncast.verify.probe_time import TimedInputs, time_backend
 
 MAX_REASON = 240
+ERRORS = ("row_error", "tensor_error", "stored_error", "few_rows_error", "many_rows_error")
 
 
 def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
@@ -134,13 +136,8 @@ def probe_key(
                 break
     except Exception as error:  # whatever a backend raises is a row; that is what this process is for
         return key.row("failed", explain(key.backend, phase, error), seconds=_since(start)), inputs
-    more = {
-        "row_error": _finite(max(r.row_error for r in results)) if results else None,
-        "tensor_error": _finite(max(r.tensor_error for r in results)) if results else None,
-        "stored_error": _finite(max(r.stored_error for r in results)) if results else None,
-        "few_rows_error": _finite(max(r.few_rows_error for r in results)) if results else None,
-        "many_rows_error": _finite(max(r.many_rows_error for r in results)) if results else None,
-        "seconds": _since(start),
+    more = {name: _largest([getattr(result, name) for result in results]) for name in ERRORS} | {
+        "seconds": _since(start)
     }
     if not results:
         return key.row("failed", f"{key.backend} no longer claims what it claimed when asked first", **more), inputs
@@ -190,8 +187,9 @@ def shorten(sentence: str) -> str:
     return sentence if len(sentence) <= MAX_REASON else sentence[: MAX_REASON - 3] + "..."
 
 
-def _finite(value: float) -> float | None:
-    return value if value < float("inf") else None
+def _largest(errors: list[float]) -> float | None:
+    """None where there is none, or one is not finite."""
+    return max(errors) if errors and all(map(math.isfinite, errors)) else None
 
 
 def _since(start: float) -> float:
