@@ -16,7 +16,6 @@ import torch
 from tests.engine.test_speculation import TEXT
 from tests.engine.workload import RecordingEngine, make_engine
 from uncast.backends.torch_cpu import TorchCpuBackend
-from uncast.engine import runner as runner_module
 from uncast.engine.core import EngineConfig
 from uncast.engine.request import Request
 from uncast.engine.runner import ModelRunner, RunnerError, Sequence
@@ -28,7 +27,7 @@ from uncast.models.decoder import MLADecoder
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_tile, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(runner_module, "ALONE_BACKENDS", ("native", "torch_cpu"))
+    monkeypatch.setattr(TorchCpuBackend, "splits_alone", True)
 
 
 def requests_of(words: Tokenizer, count: int, new: int) -> list[Request]:

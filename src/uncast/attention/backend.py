@@ -53,6 +53,7 @@ class Backend(ABC):
         requires: the package it needs beyond torch, by its name in an installation; "" for none.
         cuda_graph: whether `run` may be captured in a CUDA graph and replayed.
         uniform_q_len: whether all requests of a batch must have the same number of query rows.
+        splits_alone: whether it grants `Problem.alone_rows`.
         lossy: rounds queries to FP8. Such a backend is measured against wider bounds, its name says so, and `auto` never takes
             it.
         bf16_probabilities: layouts over which the probabilities P are rounded to BF16 before P x V, as tensor cores want it
@@ -68,6 +69,7 @@ class Backend(ABC):
     requires: str = ""
     cuda_graph: bool = False
     uniform_q_len: bool = False
+    splits_alone: bool = False
     lossy: bool = False
     bf16_probabilities: Collection[str] = ()
     bf16_partials: Collection[str] = ()

@@ -110,8 +110,8 @@ class Problem:
         num_pages: pages of the pool, if the caller said so.
         pages_per_request: width of the block table that `kv_indices` is a view of; None for page lists.
         alone_rows: a wish: each request, of one query, is to have the bits that it has alone in a batch, and so many of them
-            each are rows of one sequence. `native` grants it to up to 32 requests (see `uncast.kernels.schedule`) and refuses
-            more, others need not look at it. 0: no wish.
+            each are rows of one sequence. A backend that `splits_alone` grants it, `native` to up to 32 requests (see
+            `uncast.kernels.schedule`; it refuses more), others need not look at it. 0: no wish.
     """
 
     spec: ProblemSpec

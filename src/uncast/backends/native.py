@@ -48,6 +48,7 @@ class NativeBackend(FusedWriter):
     name = "native"
     requires = "triton"
     cuda_graph = True
+    splits_alone = True
     bf16_probabilities = ("bf16",)
 
     def __init__(self, kernel: str = "auto") -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch.profiler import record_function
 
-from uncast.attention import AttentionPlan, MLAPagedAttention
+from uncast.attention import AttentionPlan, MLAPagedAttention, registry
 from uncast.engine.batch import Batch
 from uncast.engine.decode_steps import DecodeSteps, graph_refusal
 from uncast.engine.drafted import DraftedRequest, Report, Verified
@@ -32,10 +32,6 @@ from uncast.models.indexer import IndexCache
 __all__ = ["MTPState", "ModelRunner", "Rows", "RunnerError", "Sequence", "StepBytes"]
 
 
-ALONE_BACKENDS = ("native",)
-"""Backends that split a request's rows as if it were alone where they are asked to."""
-
-
 class ModelRunner:
     """A model, its pool and its attention.
 
@@ -45,8 +41,8 @@ class ModelRunner:
         hidden: with `drafts`, of each chunk of the last step the hidden states [count, hidden_size] after the final norm.
         counters: int64 [3], saturated, subnormal and NaN values written so far.
         deterministic: a sequence's logits are the same bits in every batch; see `fixed_rows`.
-        alone: outside of it, whether a row of a pass of up to `ROW_TILE` rows has the bits that it has alone: on a GPU with the
-            native backend and dense attention, so that drafts change no greedy text.
+        alone: outside of it, whether a row of a pass of up to `ROW_TILE` rows has the bits that it has alone: on a GPU with a
+            backend that `splits_alone` and dense attention, so that drafts change no greedy text.
         decode_steps: steps in static buffers, after `capture`; None before it.
     """
 
@@ -100,7 +96,7 @@ class ModelRunner:
         self.attention_backend = self._warm_up()
         self.alone = (
             model.device.type in row_tile.DEVICES
-            and self.attention_backend in ALONE_BACKENDS
+            and registry.create(self.attention_backend).splits_alone
             and config.indexer is None
             and model.parallel is None
             and not deterministic
