@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ triton = pytest.importorskip("triton")
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 
+from tests.kernels.gluon_cpu import OnCpu  # noqa: E402
 from uncast.kernels.find_work import find_work  # noqa: E402
 from uncast.kernels.schedule import (  # noqa: E402
     INVARIANT_SPLITS,
@@ -50,6 +52,24 @@ def batches() -> list[tuple[list[int], list[int], dict[str, object]]]:
                      (2, [100, 101, 40000, 40001]), (1, [0, 900, 0, 63]), (4, [64, 65, 66, 67, 0, 0, 0, 0])):  # fmt: skip
         for shape in ({"num_heads": 20, "block_rows": 32, "min_chunk": 1}, {"num_heads": 128, "block_rows": 64}):
             cases.append(([1] * len(kv), kv, {"alone_rows": rows, **shape}))
+    return cases + alone_batches(rng, 40, [20, 132, 264])
+
+
+def alone_batches(
+    rng: random.Random, count: int, num_ctas: list[int]
+) -> list[tuple[list[int], list[int], dict[str, object]]]:
+    """Random ones with `alone_rows`, of one sequence's rows and of any lengths, that fit the grid and that do not."""
+    cases: list[tuple[list[int], list[int], dict[str, object]]] = []
+    for _ in range(count):
+        batch, ctas = rng.randint(2, 32), rng.choice(num_ctas)
+        top = rng.choice([64, 60 * ctas, 300 * ctas])
+        kv = [rng.choice([0, 63, 64, 65, rng.randint(0, top)]) for _ in range(batch)]
+        if rng.random() < 0.5:
+            kv = list(range(top, top + batch))
+        q = [1, *(rng.choice([1, 1, 1, 0]) for _ in kv[1:])]
+        cases.append((q, kv, {"num_heads": rng.choice([1, 16, 20, 128]), "block_rows": rng.choice([16, 32, 64]),
+                              "num_ctas": ctas, "alone_rows": rng.choice([1, 2, 3, 9, 40]), "max_q_len": 1,
+                              "max_kv_len": rng.choice([max(*kv, 1), 1 << 18]), "min_chunk": rng.choice([1, 2])}))  # fmt: skip
     return cases
 
 
@@ -173,16 +193,14 @@ def schedule_probe(
     gl.store(p + 6, part)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_device_schedules_like_the_reference() -> None:
-    for q_lens, kv_lens, kw in batches():
+def check_device(probe: Any, cases: list[tuple[list[int], list[int], dict[str, object]]], device: str) -> None:
+    for q_lens, kv_lens, kw in cases:
         plan = make_plan(q_lens, kv_lens, **kw)
-        qo = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
-        kv = torch.tensor(kv_lens, dtype=torch.int32, device="cuda")
-        out = torch.full((plan.num_items, 7), -7, dtype=torch.int32, device="cuda")
-        sched = torch.full((1 + plan.num_groups, 8), -7, dtype=torch.int32, device="cuda")
-        schedule_probe[(plan.num_items,)](
+        qo = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        kv = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+        out = torch.full((plan.num_items, 7), -7, dtype=torch.int32, device=device)
+        sched = torch.full((1 + plan.num_groups, 8), -7, dtype=torch.int32, device=device)
+        probe[(plan.num_items,)](
             out, qo, kv, sched, plan.batch, plan.num_heads, plan.target, 0, plan.mode,
             BLOCK_ROWS=plan.block_rows, BATCH=plan.batch_bucket, OVERHEAD=plan.overhead, MIN=plan.min_chunk,
             num_warps=4,
@@ -202,3 +220,14 @@ def test_the_device_schedules_like_the_reference() -> None:
             stride = members[1].part - members[0].part
             first = sum(q_lens[:b]) * plan.num_heads + row0
             assert entry[:5] == [first, rows, len(members), members[0].part, stride]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_schedules_like_the_reference() -> None:
+    check_device(schedule_probe, batches(), "cuda")
+
+
+def test_rows_that_split_as_alone_are_scheduled_like_the_reference() -> None:
+    """The device's code, executed on a CPU."""
+    check_device(OnCpu(schedule_probe), alone_batches(random.Random(11), 16, [4, 7, 12]), "cpu")
