@@ -59,8 +59,8 @@ class Backend(ABC):
         bf16_probabilities: layouts over which the probabilities P are rounded to BF16 before P x V, as tensor cores want it
             where V is BF16.
         bf16_partials: layouts over which the result of a piece of a context that is split is rounded to BF16 before pieces are
-            merged, and then once more.
-            Both are allowed what `uncast.verify.accuracy` derives for them, and nothing else is.
+            merged, and then once more. A probe allows for these two what `uncast.verify.accuracy` derives, and for no other
+            rounding on the way to the output.
     """
 
     name: str

@@ -21,23 +21,15 @@ from uncast.attention.oracle import mla_oracle, relative_errors
 from uncast.attention.verified import mark_verified
 from uncast.latent.codec import Scale, decode_rows, encode_rows
 from uncast.latent.layouts import row_layout
-from uncast.verify.accuracy import (
-    BF16_P_ERROR,
-    BF16_PARTIALS_ERROR,
-    MAX_LSE_ERROR,
-    MAX_ROW_ERROR,
-    MAX_TENSOR_ERROR,
-    Accuracy,
-    allowed_errors,
-)
+from uncast.verify.accuracy import MAX_LSE_ERROR, MAX_ROW_ERROR, MAX_TENSOR_ERROR, Accuracy, allowed_errors
 from uncast.verify.bands import BandedTensor
 from uncast.verify.bf16_contexts import FEW_ROWS, MANY_ROWS, flatten_scores, tune_few_rows
 from uncast.verify.cases import ProbeCase, make_case, plan_case, run_case, run_without_lse
 from uncast.verify.probe_errors import broken_output, parts_of, wrong_lse
 
 __all__ = [
-    "BF16_PARTIALS_ERROR", "BF16_P_ERROR", "MAX_LSE_ERROR", "MAX_ROW_ERROR", "MAX_TENSOR_ERROR", "ProbeCase", "ProbeInputs",
-    "ProbeResult", "Rounding", "allowed_errors", "make_case", "plan_case", "probe_combination", "run_case",
+    "MAX_LSE_ERROR", "MAX_ROW_ERROR", "MAX_TENSOR_ERROR", "ProbeCase", "ProbeInputs", "ProbeResult", "Rounding",
+    "allowed_errors", "make_case", "plan_case", "probe_combination", "run_case",
 ]  # fmt: skip
 
 
