@@ -37,11 +37,7 @@ BROKEN_METADATA = ["dtype", "length", "negative", "too long", "page", "one dimen
 def random_problem(rng: random.Random, device: str) -> tuple[ProblemSpec, ProbeCase]:
     gpu = device == "cuda"  # where no backend takes fp32: a few of each, so that enough plans run
     layout = rng.choice(["fp8_ds_mla", "fp8_e4m3", "bf16"] * (4 if gpu else 1) + ["fp32"])
-    dims = (
-        (512, 64)
-        if layout == "fp8_ds_mla" or gpu or rng.random() < 0.5
-        else rng.choice([(128, 32), (256, 64)])
-    )
+    dims = (512, 64) if layout == "fp8_ds_mla" or gpu or rng.random() < 0.5 else rng.choice([(128, 32), (256, 64)])
     spec = ProblemSpec(
         num_heads=rng.choice([1, 2, 3, 5, 8, 12, 16, 20] if rng.random() < 0.93 else [37, 64, 128]),
         head_dim_ckv=dims[0],
