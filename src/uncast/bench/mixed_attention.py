@@ -99,7 +99,8 @@ class MixedAttention(MLAPagedAttention):
         if self.on_values is not None:
             self.on_values(self._layer, chosen, self._values(out))
             for contender in self.beside:
-                other = self._in_layout(contender, q_nope, q_pe, options, self.counters.get(contender.name))
+                apart = {**options, "out": None}  # the caller's is what the model goes on with
+                other = self._in_layout(contender, q_nope, q_pe, apart, self.counters.get(contender.name))
                 self.on_values(self._layer, contender, self._values(other))
         return out
 
