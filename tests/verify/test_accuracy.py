@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.verify.registered import registered
 from tests.verify.rounding_backends import PATHS
 from tests.verify.rounding_model import KERNELS, batches, bf16, whole
 from uncast.attention import ProblemSpec, registry
@@ -37,11 +38,8 @@ LAYOUTS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 
 @pytest.fixture
 def rounding() -> Iterator[None]:
-    for name, path in PATHS.items():
-        registry.register(name, path)
-    yield
-    for name in PATHS:
-        registry._BACKENDS.pop(name)
+    with registered(PATHS):
+        yield
 
 
 def spec(**changes: Any) -> ProblemSpec:
@@ -165,7 +163,7 @@ def test_a_backend_with_more_than_bf16_is_far_below_at_few_rows() -> None:
 
 def test_who_rounds_what() -> None:
     """As their sources say; see the adapters."""
-    own = {name for name, path in registry.paths().items() if path.startswith("uncast.")}
+    own = [name for name in registry.paths() if registry.is_own(name)]
     made = {name: registry.backend_class(name) for name in own}
     said = {name: (tuple(m.bf16_probabilities), tuple(m.bf16_partials)) for name, m in made.items()}
     both = ("bf16", "fp8_e4m3")

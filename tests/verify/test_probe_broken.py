@@ -14,12 +14,12 @@ import pytest
 
 from tests.verify.broken import FIVE, PATHS
 from tests.verify.patient import LONG_S
-from uncast.attention import registry
-from uncast.attention.verified import read_rows
+from tests.verify.registered import registered
+from uncast.attention.verified import ERRORS, read_rows
 from uncast.verify.probe_crew import MAX_DEATHS, Worker
 from uncast.verify.probe_grid import Filters, ProbeKey
 from uncast.verify.probe_run import Report, run_probe
-from uncast.verify.probe_worker import ERRORS, MAX_REASON, explain, probe_key
+from uncast.verify.probe_worker import MAX_REASON, explain, probe_key
 
 ROOT = Path(__file__).parents[2]
 REASONS = {
@@ -49,11 +49,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def broken() -> Iterator[None]:
-    for name, path in PATHS.items():
-        registry.register(name, path)
-    yield
-    for name in PATHS:
-        registry._BACKENDS.pop(name)
+    with registered(PATHS):
+        yield
 
 
 def probe(*backends: str, **kw: Any) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
+from tests.verify.registered import registered
 from uncast.attention import (
     ClaimedCapabilityWarning,
     MLAPagedAttention,
@@ -25,6 +28,7 @@ from uncast.attention import (
 )
 from uncast.attention.verified import cache_path, is_verified, read_rows
 from uncast.backends.torch_cpu import TorchCpuBackend
+from uncast.verify import probe_kept
 from uncast.verify.cases import make_case, plan_case
 from uncast.verify.probe_grid import Filters, ProbeKey
 from uncast.verify.probe_run import run_probe
@@ -202,12 +206,9 @@ class Rival(TorchCpuBackend):
 
 @pytest.fixture
 def two_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for cls in (Worse, Rival):
-        registry.register(cls.name, f"{__name__}:{cls.__name__}")
     monkeypatch.setattr(registry, "AUTO_ORDER", {"cpu": ("worse", "rival"), "cuda": ()})
-    yield
-    for cls in (Worse, Rival):
-        registry._BACKENDS.pop(cls.name)
+    with registered({cls.name: f"{__name__}:{cls.__name__}" for cls in (Worse, Rival)}):
+        yield
 
 
 @pytest.mark.usefixtures("two_backends")
@@ -279,3 +280,24 @@ def test_probes_side_by_side_keep_each_others_rows() -> None:
     both = [subprocess.Popen([sys.executable, "-c", KEEP, str(heads)]) for heads in (1, 2)]
     assert [process.wait(LONG_S) for process in both] == [0, 0]
     assert len(read_rows("cpu")) == 16
+
+
+def test_a_file_that_cannot_be_locked_is_written_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_kept, "LOCK_SECONDS", 0.1)
+    rows = [ProbeKey("torch_cpu", "bf16", "float32", heads, 64, "decode", "cpu", 0) for heads in (1, 2)]
+    kept = [key.row("verified", "", variants=[[True, "2", False]]) for key in rows]
+    path = cache_path("cpu")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        note = probe_kept.keep("cpu", kept[:1])
+    assert note == (
+        f"{path} was not locked (another process has held it for 0.1 s): another probe at this time may lose rows"
+    )
+
+    def refuses(lock: FileLock) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileLock, "acquire", refuses)
+        assert "was not locked ([Errno 37] No locks available): another" in probe_kept.keep("cpu", kept[1:])
+    assert probe_kept.keep("cpu", kept) == "" and len(read_rows("cpu")) == 2

@@ -42,9 +42,9 @@ SM_SCALE = 192**-0.5
 Variant = tuple[bool, str, bool]
 """(causal, lse_base, batch_invariant): what one row of the probe covers several of."""
 VARIANTS: tuple[Variant, ...] = tuple(itertools.product((True, False), ("2", "e"), (False, True)))
-_NUMBERS = (
-    "row_error", "tensor_error", "stored_error", "few_rows_error", "many_rows_error", "seconds", "run_us",
-)  # fmt: skip
+ERRORS = ("row_error", "tensor_error", "stored_error", "few_rows_error", "many_rows_error")
+NUMBERS = (*ERRORS, "seconds", "run_us")
+"""Fields of a row, None where nothing was measured."""
 _SOURCES = ("attention", "backends", "kernels", "latent", "numerics", "verify")
 
 _verified: set[tuple[str, ProblemSpec]] = set()
@@ -169,7 +169,7 @@ def _is_row(row: Any, device: str) -> bool:
             spec = row_spec(row, variant)
             spec.check()
             hash(spec)
-        numbers = [row[name] for name in _NUMBERS]
+        numbers = [row[name] for name in NUMBERS]
         return bool(
             row["device"] == device
             and row["mode"] in (DECODE, EXTEND, SPARSE_DECODE, SPARSE_EXTEND)

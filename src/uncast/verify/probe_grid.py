@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from uncast.attention import ProblemSpec
-from uncast.attention.verified import DECODE, EXTEND, SPARSE_DECODE, SPARSE_EXTEND, VARIANTS, Variant, row_spec
+from uncast.attention.verified import DECODE, EXTEND, NUMBERS, SPARSE_DECODE, SPARSE_EXTEND, VARIANTS, Variant, row_spec
 from uncast.latent.layouts import LAYOUT_NAMES
 
 DENSE_MODES, SPARSE_MODES = (DECODE, EXTEND), (SPARSE_DECODE, SPARSE_EXTEND)
@@ -54,16 +54,7 @@ class ProbeKey:
 
     def row(self, status: str, reason: str, **more: Any) -> dict[str, Any]:
         """A row of the report and of the file of `uncast.attention.verified`."""
-        empty: dict[str, Any] = {
-            "variants": [],
-            "row_error": None,
-            "tensor_error": None,
-            "stored_error": None,
-            "few_rows_error": None,
-            "many_rows_error": None,
-            "seconds": None,
-            "run_us": None,
-        }
+        empty: dict[str, Any] = {"variants": [], **dict.fromkeys(NUMBERS)}
         return {**asdict(self), "status": status, "reason": reason, **empty, **more}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from uncast.attention import Capability, ProblemError, ProblemSpec, Refused, registry
 from uncast.attention.registry import UnknownBackend
-from uncast.attention.verified import Variant
+from uncast.attention.verified import ERRORS, Variant
 from uncast.backends._recast import recast_capability
 from uncast.verify.probe import ProbeInputs, ProbeResult, probe_combination
 from uncast.verify.probe_claims import claims_row, refused_row
@@ -24,7 +24,6 @@ from uncast.verify.probe_grid import ProbeKey
 from uncast.verify.probe_time import TimedInputs, time_backend
 
 MAX_REASON = 240
-ERRORS = ("row_error", "tensor_error", "stored_error", "few_rows_error", "many_rows_error")
 
 
 def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
