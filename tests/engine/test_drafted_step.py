@@ -189,6 +189,19 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def times(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Makes the runner's flights take so long, and the engine see it."""
+        monkeypatch.setattr("uncast.engine.core.time", self)
+        for name, seconds in (("launch", self.decode), ("launch_drafted", self.verify)):
+            monkeypatch.setattr(runner, name, self._timed(getattr(runner, name), seconds))
+
+    def _timed(self, call: Any, seconds: float) -> Any:
+        def run(*args: Any) -> Any:
+            self.now += seconds
+            return call(*args)
+
+        return run
+
 
 @pytest.mark.parametrize(("verify", "helps"), [(1.1, True), (3.5, False)])
 def test_auto_decides_by_the_time_of_flights(
@@ -197,21 +210,10 @@ def test_auto_decides_by_the_time_of_flights(
     """On a machine where a verification takes so many times a decode step: drafts where they pay, else none; steps without any
     start early as in an engine without drafts, and the MTP layer catches up after a trial of them."""
     clock = Clock(1.0, verify)
-    monkeypatch.setattr("uncast.engine.core.time", clock)
     runner = ModelRunner(glm, kv_layout="fp32", num_pages=60, page_size=PAGE, drafts=True)
     assert runner.capture(1, drafts=[1, 2, 3]) is None and runner.decode_steps is not None
+    clock.times(runner, monkeypatch)
     engine = Engine(runner, words, EngineConfig(max_running=1, prefix_cache=False, speculate=None))
-    launch, launch_drafted = runner.launch, runner.launch_drafted
-
-    def timed(call: Any, seconds: float) -> Any:
-        def run(*args: Any) -> Any:
-            clock.now += seconds
-            return call(*args)
-
-        return run
-
-    monkeypatch.setattr(runner, "launch", timed(launch, clock.decode))
-    monkeypatch.setattr(runner, "launch_drafted", timed(launch_drafted, clock.verify))
     texts = list[list[int]]()
     for index in range(10):
         engine.add(request_of(words, 60, request_id=f"{index}"))
@@ -243,21 +245,10 @@ def test_auto_decides_beside_a_request_that_cannot_draft(
     """Such as one that was admitted during a pause: a flight takes as long whoever drafts, so that a trial ends, and drafts
     that do not help with it."""
     clock = Clock(1.0, 3.5)
-    monkeypatch.setattr("uncast.engine.core.time", clock)
     runner = ModelRunner(glm, kv_layout="fp32", num_pages=80, page_size=PAGE, drafts=True)
     assert runner.capture(2, drafts=[1, 2, 3]) is None
+    clock.times(runner, monkeypatch)
     engine = Engine(runner, words, EngineConfig(max_running=2, prefix_cache=False, speculate=None))
-    launch, launch_drafted = runner.launch, runner.launch_drafted
-
-    def timed(call: Any, seconds: float) -> Any:
-        def run(*args: Any) -> Any:
-            clock.now += seconds
-            return call(*args)
-
-        return run
-
-    monkeypatch.setattr(runner, "launch", timed(launch, clock.decode))
-    monkeypatch.setattr(runner, "launch_drafted", timed(launch_drafted, clock.verify))
     engine.add(request_of(words, 250, request_id="plain"))
     with monkeypatch.context() as patch:
         patch.setattr(Speculation, "keeps_up", False)
