@@ -11,16 +11,9 @@ pytest.importorskip("triton")
 
 from uncast.kernels.decoder_variants import decoder_variants
 from uncast.kernels.extend_variants import extend_variants
-from uncast.kernels.variants import (
-    CHIPS,
-    Report,
-    Variant,
-    compile_variant,
-    markdown,
-    packed_variants,
-    sparse_variants,
-    variants,
-)
+from uncast.kernels.packed_variants import packed_variants
+from uncast.kernels.sparse_variants import sparse_variants
+from uncast.kernels.variants import CHIPS, Report, Variant, compile_variant, markdown, variants
 
 APART = [*extend_variants(), *packed_variants(), *sparse_variants(), *decoder_variants()]
 VARIANTS = {v.name: v for v in (*variants(), *APART)}

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 CHIPS = (80, 86, 89, 90, 100, 120)
 """Compute capabilities that kernels are compiled for."""
 MAX_SPILL_BYTES = 512
 """Of one thread, unless a variant says otherwise. The largest are below 400 B (wgmma, fp8_ds_mla, 64 rows);
 the portable kernels stay below 150 B."""
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""In names of variants, and Triton's names of the types."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,8 @@ def types_of(kernel: Any, constexprs: dict[str, object], **given: str) -> dict[s
     )
     known |= given
     return {n: known.get(n, "i32") for n in kernel.arg_names if n not in constexprs and n != "num_warps"}
+
+
+def wgmma_spill(layout: str, rows: int) -> int:
+    """Rows of 64 with fp8_ds_mla spill up to 272 B with Triton 3.6 and 728 B with 3.9."""
+    return 768 if (layout, rows) == ("fp8_ds_mla", 64) else MAX_SPILL_BYTES

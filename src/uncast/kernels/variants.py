@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import re
 import sys
 import time
@@ -33,31 +32,24 @@ from uncast.attention.problem import ProblemSpec
 from uncast.kernels import (
     combine,
     gather_rows,
-    index_select,
     mma_launch,
-    packed_matmul,
     rope_write,
-    sparse_launch,
     wgmma_launch,
-    wgmma_sparse_launch,
 )
 from uncast.kernels.cache_write import cache_write_kernel
 from uncast.kernels.decoder_variants import decoder_variants
 from uncast.kernels.extend_variants import extend_variants
 from uncast.kernels.mma_decode import mma_decode_kernel
-from uncast.kernels.mma_sparse import mma_sparse_kernel
+from uncast.kernels.packed_variants import packed_variants
 from uncast.kernels.schedule import BATCH_BUCKETS
+from uncast.kernels.sparse_variants import sparse_variants
 from uncast.kernels.unpack import NATIVE_ARCH
-from uncast.kernels.variant import CHIPS, MAX_SPILL_BYTES, Variant, types_of
+from uncast.kernels.variant import CHIPS, DTYPE_NAMES, Variant, types_of, wgmma_spill
 from uncast.kernels.wgmma_decode import wgmma_decode_kernel
-from uncast.kernels.wgmma_sparse import wgmma_sparse_kernel
-from uncast.latent.index_keys import index_layout
 from uncast.latent.layouts import LAYOUT_NAMES, row_layout
 
-WIDE_CHIPS = tuple(c for c in CHIPS if c // 10 in packed_matmul.WIDE_CHIPS)
 MAX_REGISTERS = 255
 SERIALISED_WGMMA = "C7512"
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,7 @@ def _mma_variants() -> Iterator[Variant]:
                     claimed = chips.setdefault(mma_launch.choose_config(spec), [])
                     if chip not in claimed:
                         claimed.append(chip)
-            q = "*" + _SHORT[dtype]
+            q = "*" + DTYPE_NAMES[dtype]
             for config, where in chips.items():
                 # the schedule of a bucket does not depend on the layout: the largest is compiled for FP8 only
                 buckets = BATCH_BUCKETS[: 3 if layout == "bf16" else 4]
@@ -97,13 +89,8 @@ def _mma_variants() -> Iterator[Variant]:
                             mma_decode_kernel, args, q_nope=q, q_pe=q, out=q, ckv_base=narrow, kpe_base=rope
                         )
                         shape = f"rows{config.block_rows}_{config.step}x{config.stages}_batch{bucket}"
-                        name = f"mma_{layout}_{_SHORT[dtype]}_{shape}{'' if native else '_integer'}"
+                        name = f"mma_{layout}_{DTYPE_NAMES[dtype]}_{shape}{'' if native else '_integer'}"
                         yield Variant(name, mma_decode_kernel, types, args, part)
-
-
-def _spill(layout: str, rows: int) -> int:
-    """Rows of 64 with fp8_ds_mla spill up to 272 B with Triton 3.6 and 728 B with 3.9."""
-    return 768 if (layout, rows) == ("fp8_ds_mla", 64) else MAX_SPILL_BYTES
 
 
 def _wgmma_variants() -> Iterator[Variant]:
@@ -122,7 +109,7 @@ def _wgmma_variants() -> Iterator[Variant]:
                     kpe_desc=f"tensordesc<i16[64,{64 if ds else 32}],{kpe!r}>",
                 )  # fmt: skip
                 name = f"wgmma_{layout}_{dtype}_rows{rows}_page{page}_batch{bucket}{'_overlap' if overlap else ''}"
-                yield Variant(name, wgmma_decode_kernel, types, args, (90,), max_spill=_spill(layout, rows))
+                yield Variant(name, wgmma_decode_kernel, types, args, (90,), max_spill=wgmma_spill(layout, rows))
 
 
 def _combine_variants() -> Iterator[Variant]:
@@ -176,68 +163,6 @@ def _gather_variants() -> Iterator[Variant]:
             )
             label = f"gather_rows_{name}{'' if native else '_integer'}"
             yield Variant(label, gather_rows.gather_rows_kernel, types, args, chips)
-
-
-def packed_variants() -> Iterator[Variant]:
-    """A list of its own, for weights: products of GLM-5's experts (6144 x 2048, 256) and of a lone matrix, columns split."""
-    for name, format_ in (("nvfp4", packed_matmul.NVFP4.value), ("fp8", packed_matmul.FP8.value)):
-        planes = packed_matmul.PLANES[format_]
-        for rows in (16, 32, 64):
-            for label, args in (
-                ("gated", {"columns": 6144, "experts": 256, "gated": True, "gather": 8, "out_planes": planes}),
-                ("down", {"columns": 2048, "experts": 256, "scatter": True}),
-                ("split", {"columns": 7168, "experts": 1, "splits": 4}),
-            ):
-                if rows == 16 or label == "gated":
-                    given = packed_matmul.constexprs(format_, rows=rows, **args)  # type: ignore[arg-type]
-                    types = types_of(
-                        packed_matmul.packed_matmul_kernel, given, x="*bf16", words="*i32", pairs="*i64", ends="*i32",
-                        scales="*u8" if name == "nvfp4" else "*fp32", global_scale="*fp32", weights="*fp32",
-                        out="*fp32" if label == "split" else "*bf16",
-                    )  # fmt: skip
-                    yield Variant(
-                        f"packed_{name}_{label}_rows{rows}", packed_matmul.packed_matmul_kernel, types, given,
-                        CHIPS if rows < 64 else WIDE_CHIPS, packed_matmul.NUM_WARPS, packed_matmul.num_stages(rows),
-                    )  # fmt: skip
-
-
-def sparse_variants() -> Iterator[Variant]:
-    """A list of its own, for sparse attention: batches of up to 32 requests."""
-    for layout in mma_launch.LAYOUTS:
-        narrow, rope = ("*bf16" if layout == "bf16" else "*i16"), ("*i16" if layout == "fp8_e4m3" else "*bf16")
-        for dtype in mma_launch.QUERY_DTYPES if layout != "fp8_e4m3" else mma_launch.QUERY_DTYPES[:1]:
-            q = "*" + _SHORT[dtype]
-            where: dict[tuple[mma_launch.MmaConfig, bool], dict[int, None]] = {}
-            for heads, chip in itertools.product((8, 16, 64), CHIPS):
-                spec = ProblemSpec(num_heads=heads, kv_layout=layout, q_data_type=dtype, arch=chip)
-                key = (sparse_launch.choose_config(spec), chip >= NATIVE_ARCH)
-                where.setdefault(key, {})[chip] = None
-            for (config, native), chips in where.items():
-                args = sparse_launch.constexprs(layout, dtype, min(chips), config, 32)
-                types = types_of(
-                    mma_sparse_kernel, args, q_nope=q, q_pe=q, out=q, ckv_base=narrow, kpe_base=rope, indices="*i32"
-                )
-                shape = f"rows{config.block_rows}_{config.step}x{config.stages}{'' if native else '_integer'}"
-                yield Variant(f"sparse_{layout}_{_SHORT[dtype]}_{shape}", mma_sparse_kernel, types, args, tuple(chips))
-    for layout, stages in wgmma_sparse_launch.STAGES.items():
-        for rows in stages:
-            args = wgmma_sparse_launch.constexprs(layout, rows, 32)
-            types = types_of(
-                wgmma_sparse_kernel, args, q_nope="*bf16", q_pe="*bf16", out="*bf16", partial_o="*fp16", ckv_base="*i16",
-                kpe_base="*i16", cache_words="*fp32", indices="*i32",
-            )  # fmt: skip
-            spill = _spill(layout, rows)
-            yield Variant(f"wgmma_sparse_{layout}_rows{rows}", wgmma_sparse_kernel, types, args, (90,), max_spill=spill)
-    for native in (True, False):
-        claimed = tuple(chip for chip in CHIPS if (chip >= NATIVE_ARCH) == native)
-        for group, heads in ((1, 64), (index_select.ROWS, 32)):
-            args = index_select.constexprs(index_layout("fp8"), heads, native, group, 32)
-            kernel, label = index_select.index_logits_kernel, f"index_logits_fp8_heads{heads}_rows{group}"
-            types = types_of(
-                kernel, args, q="*bf16", weights="*fp32", keys="*u8", scales="*fp32", scores="*fp32", factor="fp32"
-            )
-            name = f"{label}{'' if native else '_integer'}"
-            yield Variant(name, kernel, types, args, claimed, index_select.NUM_WARPS, 3)
 
 
 def variants() -> list[Variant]:
