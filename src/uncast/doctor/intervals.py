@@ -32,15 +32,8 @@ def gaps(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
-    """Length that two lists of sorted disjoint intervals have in common."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] <= b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
+    """Length that two unions have in common."""
+    return covered(a) + covered(b) - covered([*a, *b])
 
 
 def exposed(all_of: Sequence[Interval], some: frozenset[int] | set[int]) -> float:

@@ -8,13 +8,12 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from uncast.doctor.intervals import Interval, merged, overlap
+from uncast.doctor.intervals import Interval, overlap
 from uncast.doctor.scene import Scene
 from uncast.doctor.steps import LONG_GAP_US, Step, StepTime
 from uncast.doctor.trace import Mark
 
 SYNC = re.compile(r"^(cuda|hip|cu)(Stream|Device|Event|Ctx)Synchronize$|^(cuda|hip)Memcpy(WithStream|DtoH|2D)?$")
-_GRAPH = re.compile(r"GraphLaunch")
 MARK_SHARE, MAX_MARKS = 0.1, 3
 
 
@@ -76,7 +75,7 @@ def host_parts(scene: Scene, late: Late) -> list[tuple[str, float]]:
     for index, lane in enumerate(launches.lane):
         if lane in late.lanes and launches.ts[index] < high and launches.end(index) > low:
             name = names[launches.name[index]]
-            where = f"in {name}" if _GRAPH.search(name) or SYNC.match(name) else "in other calls"
+            where = f"in {name}" if "GraphLaunch" in name or SYNC.match(name) else "in other calls"
             calls[where].append((launches.ts[index], launches.end(index)))
     named = sorted(where for where in calls if where != "in other calls")
     parts = [(where, calls[where]) for where in (*named, "in other calls")]
@@ -84,7 +83,7 @@ def host_parts(scene: Scene, late: Late) -> list[tuple[str, float]]:
     seen: list[Interval] = []
     out, counted = [], 0.0
     for where, spans in parts:
-        seen = merged([*seen, *(s for s in spans if s[0] < high and s[1] > low)])
+        seen += [s for s in spans if s[0] < high and s[1] > low]
         total = overlap(late.gaps, seen)
         out.append((where, total - counted))
         counted = total
@@ -99,7 +98,7 @@ def marked_parts(scene: Scene, late: Late) -> list[tuple[str, float]]:
     for lane in late.lanes:
         for name, span in _innermost(sorted((m for m in marks if m.lane == lane), key=lambda m: (m.ts, -m.dur))):
             spans[name].append(span)
-    parts = [(name, overlap(late.gaps, merged(own))) for name, own in spans.items()]
+    parts = [(name, overlap(late.gaps, own)) for name, own in spans.items()]
     return sorted((p for p in parts if p[1] >= MARK_SHARE * late.us), key=lambda p: -p[1])[:MAX_MARKS]
 
 
