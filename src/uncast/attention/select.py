@@ -117,8 +117,8 @@ class Selector:
             return str(error)
         if self._uncapturable(made):
             return f"{name}: {NO_GRAPH}"
-        if self.requested == "auto" and misses_default(made, spec.layout):
-            return f"{name} {misses_default(made, spec.layout)}: ask for it by name"
+        if self.requested == "auto" and (miss := misses_default(made, spec.layout)):
+            return f"{name} {miss}: ask for it by name"
         capability = made.capability(spec)  # type: ignore[call-arg,arg-type]
         return None if capability.ok else capability.reason
 

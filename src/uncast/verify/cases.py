@@ -32,10 +32,10 @@ class ProbeCase:
 
     def restore(self, pristine: ProbeCase) -> list[str]:
         """Makes all tensors what they are in `pristine`; the names of those that were not."""
-        before = pristine._tensors()
-        changed = [name for name, tensor in self._tensors().items() if not torch.equal(tensor, before[name])]
+        now, before = self._tensors(), pristine._tensors()
+        changed = [name for name, tensor in now.items() if not torch.equal(tensor, before[name])]
         for name in changed:
-            self._tensors()[name].copy_(before[name])
+            now[name].copy_(before[name])
         return changed
 
     def _tensors(self) -> dict[str, torch.Tensor]:
