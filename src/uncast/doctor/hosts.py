@@ -27,8 +27,8 @@ _GRAPH_US_A_KERNEL = 1.0
 def judge_host(scene: Scene) -> list[Finding]:
     """Findings `host_sync`, and `launch_bound` or `host_bound`, at most one of each."""
     calls, idle = _waits(scene)
-    sync = _host_sync(scene, calls, idle)
-    bound = None if has_stacks(scene) else _bound(scene, calls, idle) if sync else _bound(scene, (), 0.0)
+    sync = _host_sync(scene, calls, idle) if calls else None
+    bound = None if has_stacks(scene) else _bound(scene, calls, idle)
     return [f for f in (sync, bound) if f is not None]
 
 
@@ -79,8 +79,8 @@ def find_syncs(trace: Trace) -> list[int]:
 
 
 def _waits(scene: Scene) -> tuple[list[int], float]:
-    """Waits after which the GPU had nothing to do, and for how many microseconds a step. The one at a step's end, for its
-    token, is left out."""
+    """Waits after which the GPU had nothing to do, and for how many microseconds a step; none where that is too short to
+    matter. The one at a step's end, for its token, is left out."""
     launches, kernels = scene.trace.launches, scene.trace.kernels
     calls: list[int] = []
     idle = 0.0
@@ -95,14 +95,13 @@ def _waits(scene: Scene) -> tuple[list[int], float]:
             if 0 < hole <= max(LONG_GAP_US, scene.busy_us):
                 idle += hole
                 calls.append(call)
-    return calls, idle / len(scene.analysed)
+    idle /= len(scene.analysed)
+    matter = scene.step_us > 0 and idle / scene.step_us >= _SYNC_IDLE_SHARE
+    return (calls, idle) if matter else ([], 0.0)
 
 
-def _host_sync(scene: Scene, calls: list[int], idle: float) -> Finding | None:
+def _host_sync(scene: Scene, calls: list[int], idle: float) -> Finding:
     launches, names = scene.trace.launches, scene.trace.names
-    share = idle / scene.step_us if scene.step_us else 0.0
-    if not calls or share < _SYNC_IDLE_SHARE:
-        return None
     chains = enclosing(scene.trace.frames, [(launches.lane[i], launches.ts[i]) for i in calls])
     places = [deepest(names[scene.trace.frames.name[f]] for f in chain) for chain in chains]
     source = next((p for p in places if p is not None), None)
@@ -111,8 +110,8 @@ def _host_sync(scene: Scene, calls: list[int], idle: float) -> Finding | None:
     return Finding(
         kind="host_sync", title=TITLES["host_sync"], calls_per_step=each, layers_relation=relation(each, scene.layers),
         evidence=f"{count(each)} waits a step ({', '.join(kinds)}); the GPU idles {time(idle)} of {time(scene.step_us)} after "
-        f"them ({percent(share)})",
-        us_per_step=idle, exposed_us_per_step=idle, share_of_step=share, source=str(source) if source else None,
+        f"them ({percent(idle / scene.step_us)})",
+        us_per_step=idle, exposed_us_per_step=idle, share_of_step=idle / scene.step_us, source=str(source) if source else None,
         confidence="measured", predicted_step_us=Range(scene.step_us - idle, scene.step_us),
         advice=advice_for("host_sync"), links=links_for("host_sync"),
     )  # fmt: skip
