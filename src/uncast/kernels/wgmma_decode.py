@@ -22,8 +22,9 @@ exceed fp16's range (they are below 448 * 2^(E + 7)); 2^E of each row lies `scal
 
 A slot holds a tile's halves apart, channels 0..255 and 256..511: warpgroup w accumulates from half w, so a half is free when
 that one warpgroup is done. Warpgroup w reads half 1 - w of its tile first: with three slots that is the half freed first.
+WHOLE (fp8_e4m3, BN 16 and 32: a ring of five): both halves come and go together, which costs a tile fewer waits.
 
-Barriers: `ckv_full`/`ckv_empty` per half (empty: its warpgroup has accumulated the tile, hence also its P, flag and
+Barriers: `ckv_full`/`ckv_empty` per half, WHOLE per slot (empty: its warpgroup has accumulated the tile, hence also its P, flag and
 factors are free for it), `p_ready` per parity of the tile (P, column maximum, flag and factors are published), `meet` (both).
 Softmax is base 2 and lazy: the column maximum moves only when a score exceeds it by 2^10; then `flag` is set and `alpha`
 holds the factors. The tile at a request's end is cleaned in shared memory, since weight 0 times a NaN code is NaN.
@@ -83,7 +84,7 @@ def _page(pages, i):
 @gluon.jit
 def _load_tiles(
     ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, full, empty, ST: gl.constexpr, PAGE: gl.constexpr,
-    DS: gl.constexpr, JOINT: gl.constexpr, OVERLAP: gl.constexpr = False,
+    DS: gl.constexpr, JOINT: gl.constexpr, OVERLAP: gl.constexpr = False, WHOLE: gl.constexpr = False,
 ):  # fmt: skip
     """TMA warp: latent (and with JOINT the rope) of tile t goes to slot t % ST, first the half that is read first."""
     PER: gl.constexpr = PAGE // 64
@@ -94,18 +95,25 @@ def _load_tiles(
             row = _page(pages, tile // PER - first) * PAGE + tile % PER * 64
             t = tile - tile0
             s = t % ST
-            early = 1 - t % 2
-            mbarrier.wait(empty.index(2 * s + early), ((t // ST) & 1) ^ 1)
-            if JOINT:
-                mbarrier.expect(full.index(2 * s + early), 64 * (256 + (128 if DS else 64)))
-                tma_load(kpe_desc, [row, 264 if DS else 256], full.index(2 * s + early), kpe.index(s))
+            if WHOLE:
+                mbarrier.wait(empty.index(s), ((t // ST) & 1) ^ 1)
+                mbarrier.expect(full.index(s), 64 * (512 + 64))
+                tma_load(kpe_desc, [row, 256], full.index(s), kpe.index(s))
+                tma_load(ckv_desc, [row, 0], full.index(s), ckv.index(2 * s))
+                tma_load(ckv_desc, [row, 128], full.index(s), ckv.index(2 * s + 1))
             else:
-                mbarrier.expect(full.index(2 * s + early), 64 * 256)
-            tma_load(ckv_desc, [row, early * 128], full.index(2 * s + early), ckv.index(2 * s + early))
-            late = t % 2
-            mbarrier.wait(empty.index(2 * s + late), ((t // ST) & 1) ^ 1)
-            mbarrier.expect(full.index(2 * s + late), 64 * 256)
-            tma_load(ckv_desc, [row, late * 128], full.index(2 * s + late), ckv.index(2 * s + late))
+                early = 1 - t % 2
+                mbarrier.wait(empty.index(2 * s + early), ((t // ST) & 1) ^ 1)
+                if JOINT:
+                    mbarrier.expect(full.index(2 * s + early), 64 * (256 + (128 if DS else 64)))
+                    tma_load(kpe_desc, [row, 264 if DS else 256], full.index(2 * s + early), kpe.index(s))
+                else:
+                    mbarrier.expect(full.index(2 * s + early), 64 * 256)
+                tma_load(ckv_desc, [row, early * 128], full.index(2 * s + early), ckv.index(2 * s + early))
+                late = t % 2
+                mbarrier.wait(empty.index(2 * s + late), ((t // ST) & 1) ^ 1)
+                mbarrier.expect(full.index(2 * s + late), 64 * 256)
+                tma_load(ckv_desc, [row, late * 128], full.index(2 * s + late), ckv.index(2 * s + late))
     if OVERLAP:  # so late that this kernel's cache rows do not evict the combine's code again
         launch_dependents(nt)
 
@@ -182,7 +190,7 @@ def _warpgroup(
     offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents, scales_ready, pe_factor,
     score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len, first_limit, tile0, nt,
     w: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, KC: gl.constexpr, TC: gl.constexpr, DS: gl.constexpr,
-    JOINT: gl.constexpr, OVERLAP: gl.constexpr = False,
+    JOINT: gl.constexpr, OVERLAP: gl.constexpr = False, WHOLE: gl.constexpr = False,
 ):  # fmt: skip
     """Warpgroup w: scores and weights of tiles w, w + 2, ..., and its 256 channels of O^T for every tile."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -214,10 +222,12 @@ def _warpgroup(
                 ss = t % SS
                 early = 2 * s + 1 - w
                 late = 2 * s + w
+                early_full = ckv_full.index(s if WHOLE else early)
+                late_full = ckv_full.index(s if WHOLE else late)
                 phase = (t // ST) & 1
                 if end > kv_len:
-                    mbarrier.wait(ckv_full.index(early), phase)
-                    mbarrier.wait(ckv_full.index(late), phase)
+                    mbarrier.wait(early_full, phase)
+                    mbarrier.wait(late_full, phase)
                     clean_rows(ckv.index(early), kv_len - end + 64)
                     clean_rows(ckv.index(late), kv_len - end + 64)
                     cta_barrier()
@@ -231,15 +241,15 @@ def _warpgroup(
                     e = e >> 1
                 if JOINT:
                     acc = scores(
-                        ckv.index(early), ckv.index(late), kpe.index(s), ckv_full.index(early), phase, ckv_full.index(early),
-                        ckv_full.index(late), phase, qa.index(z), qb.index(z), ra.index(z), rb.index(z),
-                        scales.index(4 * ss + split), e, w, mma, BN, KC, DS, JOINT,
+                        ckv.index(early), ckv.index(late), kpe.index(s), early_full, phase, early_full, late_full, phase,
+                        qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * ss + split), e, w, mma, BN, KC,
+                        DS, JOINT, WHOLE,
                     )  # fmt: skip
                 else:
                     acc = scores(
-                        ckv.index(early), ckv.index(late), kpe.index(w), kpe_full.index(w), j & 1, ckv_full.index(early),
-                        ckv_full.index(late), phase, qa.index(z), qb.index(z), ra.index(z), rb.index(z),
-                        scales.index(4 * ss + split), e, w, mma, BN, KC, DS, JOINT,
+                        ckv.index(early), ckv.index(late), kpe.index(w), kpe_full.index(w), j & 1, early_full, late_full,
+                        phase, qa.index(z), qb.index(z), ra.index(z), rb.index(z), scales.index(4 * ss + split), e, w, mma,
+                        BN, KC, DS, JOINT,
                     )  # fmt: skip
                 if DS:
                     for k in range(2 * split):
@@ -262,7 +272,8 @@ def _warpgroup(
                     x = hide_rows(x, end - 64, limits, mma)
                 flagged = 0
                 # tile t - 2: the other warpgroup, like this one, is done with its weights and factors
-                used = ckv_empty.index(2 * ((t - 2 + ST) % ST) + 1 - w)
+                before = (t - 2 + ST) % ST
+                used = ckv_empty.index(before if WHOLE else 2 * before + 1 - w)
                 used_phase = ((t - 2 + ST) // ST + 1) & 1
                 if needs_rescale(x, votes.index(w), BN) | (t == 0):
                     mbarrier.wait(used, used_phase)
@@ -298,7 +309,7 @@ def _warpgroup(
                     if get_scalar(flag.index(v % 4)) > 0:
                         sums = scale_sums(sums, alpha.index(1 - w).load(cols))
                 cta_barrier()
-                mbarrier.arrive(ckv_empty.index(2 * sv + w), count=1)
+                mbarrier.arrive(ckv_empty.index(sv if WHOLE else 2 * sv + w), count=1)
     # once the last tile is accumulated, nobody reads the rope query any more
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     total = column_totals(sums, ra.index(0), meet, w, L, 32 if DS else 16, BN)
@@ -388,14 +399,16 @@ def wgmma_decode_kernel(
     offsets = gl.allocate_shared_memory(gl.int32, [BN], s1)
     votes = gl.allocate_shared_memory(gl.int32, [3, 4], s1)
     state = gl.allocate_shared_memory(gl.int32, [6 if DS else 4, 1], s1)
-    ckv_full = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], bar)
-    ckv_empty = gl.allocate_shared_memory(gl.int64, [2 * ST, 1], bar)
+    WHOLE: gl.constexpr = JOINT and not DS  # one barrier a slot
+    BARRIERS: gl.constexpr = ST if WHOLE else 2 * ST
+    ckv_full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], bar)
+    ckv_empty = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], bar)
     kpe_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     meet = gl.allocate_shared_memory(gl.int64, [1], bar)
-    for s in gl.static_range(2 * ST):
+    for s in gl.static_range(BARRIERS):
         mbarrier.init(ckv_full.index(s), count=1)
-        mbarrier.init(ckv_empty.index(s), count=1)
+        mbarrier.init(ckv_empty.index(s), count=2 if WHOLE else 1)
     for s in gl.static_range(ST):
         mbarrier.init(scales_ready.index(s), count=1)
     for s in gl.static_range(2):
@@ -470,17 +483,17 @@ def wgmma_decode_kernel(
                         q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
                         limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
                         scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
-                        first_limit, tile0, nt, 0, BN, ST, KC, TC, DS, JOINT,
+                        first_limit, tile0, nt, 0, BN, ST, KC, TC, DS, JOINT, False, WHOLE,
                     )),
                     (_warpgroup, (
                         q_nope, q_pe, out, lse, partial_o, partial_lse, ckv, kpe, qa, qb, ra, rb, p, alpha, flag, colmax,
                         limits, offsets, votes, state, ckv_full, ckv_empty, kpe_full, p_ready, meet, scales, exponents,
                         scales_ready, pe_factor, score_factor, lse_stride_t, lse_stride_h, num_heads, lse_mode, kv_len,
-                        first_limit, tile0, nt, 1, BN, ST, KC, TC, DS, JOINT,
+                        first_limit, tile0, nt, 1, BN, ST, KC, TC, DS, JOINT, False, WHOLE,
                     )),
                     (_load_tiles, (
                         ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, ckv_full, ckv_empty, ST, PAGE, DS,
-                        JOINT,
+                        JOINT, False, WHOLE,
                     )),
                 ], [4, 1], [240, 24])  # fmt: skip
             else:

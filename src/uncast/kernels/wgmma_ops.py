@@ -118,14 +118,12 @@ def _keys(raw, scales, c: gl.constexpr, KC: gl.constexpr, DS: gl.constexpr):
 @gluon.jit
 def scores(
     early, late, kpe, kpe_full, kpe_phase, early_full, late_full, ckv_phase, qa, qb, ra, rb, scales, e, w: gl.constexpr,
-    mma: gl.constexpr, BN: gl.constexpr, KC: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr,
+    mma: gl.constexpr, BN: gl.constexpr, KC: gl.constexpr, DS: gl.constexpr, JOINT: gl.constexpr, WHOLE: gl.constexpr = False,
 ):  # fmt: skip
     """S^T [64, BN] = K Q^T of a tile (unscaled accumulators). Conversions of a chunk run while the previous one multiplies.
-    early, late: the tile's halves 1 - w and w. With few query rows an e4m3 tile waits for memory alone: it is read as a whole,
-    without a stop between its halves."""
+    early, late: the tile's halves 1 - w and w. WHOLE: one barrier says that both are there."""
     op: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     NC: gl.constexpr = 128 // KC
-    WHOLE: gl.constexpr = BN == 16 and not DS
     EARLY: gl.constexpr = 128 - 128 * w
     LATE: gl.constexpr = 128 * w - 128
     mbarrier.wait(kpe_full, kpe_phase)
@@ -140,8 +138,6 @@ def scores(
         acc = warpgroup_mma(kb, rb.permute((1, 0)), acc, is_async=True)
     if not JOINT:
         mbarrier.wait(early_full, ckv_phase)
-    if WHOLE:
-        mbarrier.wait(late_full, ckv_phase)
     raw = early.slice(0, KC, 1).load(op)
     for c in gl.static_range(2 * NC):
         kc, kd = _keys(raw, scales, (EARLY if c < NC else LATE) // KC + c, KC, DS)
