@@ -24,8 +24,9 @@ A slot holds a tile's halves apart, channels 0..255 and 256..511: warpgroup w ac
 that one warpgroup is done. Warpgroup w reads half 1 - w of its tile first: with three slots that is the half freed first.
 WHOLE (fp8_e4m3, BN 16 and 32: a ring of five): both halves come and go together, which costs a tile fewer waits.
 
-Barriers: `ckv_full`/`ckv_empty` per half, WHOLE per slot (empty: its warpgroup has accumulated the tile, hence also its P, flag and
-factors are free for it), `p_ready` per parity of the tile (P, column maximum, flag and factors are published), `meet` (both).
+Barriers: `ckv_full`/`ckv_empty` per half, WHOLE per slot (empty: its warpgroup has accumulated the tile, hence also its P,
+flag and factors are free for it), `p_ready` per parity of the tile (P, column maximum, flag and factors are published), `meet`
+(both).
 Softmax is base 2 and lazy: the column maximum moves only when a score exceeds it by 2^10; then `flag` is set and `alpha`
 holds the factors. The tile at a request's end is cleaned in shared memory, since weight 0 times a NaN code is NaN.
 
