@@ -24,6 +24,8 @@ from uncast.kernels.schedule import SplitPlan
 
 _SCALARS = ["out_stride_t", "out_stride_h", "lse_stride_t", "lse_stride_h", "scale_from_ptr", "num_heads", "lse_mode"]
 LN2 = gl.constexpr(0.6931471805599453)
+SM_SHARED = 228 * 1024
+"""Shared memory of a Hopper multiprocessor in bytes, of which every CTA takes 1 KB beside its own."""
 
 
 @gluon.jit
@@ -35,38 +37,40 @@ def _merge(
     """One unit: SPLITS partial rows at a time, softmax state carried from one step to the next. Unless `live`, all of its code
     runs and touches no memory."""
     CHUNKS: gl.constexpr = 512 // CHANNELS
-    L: gl.constexpr = gl.BlockedLayout([8, 8], [256 // CHANNELS, CHANNELS // 8], [WARPS, 1], [1, 0])
+    LANE: gl.constexpr = SPLITS * CHANNELS // (256 * WARPS)
+    L: gl.constexpr = gl.BlockedLayout([LANE, 8], [256 // CHANNELS, CHANNELS // 8], [WARPS, 1], [1, 0])
+    # every warp holds the weights of all splits over its lanes: their reductions need no shared memory
     LANES: gl.constexpr = gl.BlockedLayout([(SPLITS + 31) // 32], [32], [WARPS], [0])
     entry = sched + (u // (BLOCK_ROWS * CHUNKS) + 1) * 8
     first = gl.load(entry, mask=live, other=0)
     rows = gl.load(entry + 1, mask=live, other=BLOCK_ROWS)
     n = gl.load(entry + 2, mask=live, other=1)
-    part = gl.load(entry + 3, mask=live, other=0).to(gl.int64)
-    stride = gl.load(entry + 4, mask=live, other=0)
+    part = gl.load(entry + 3, mask=live, other=0)
+    step = gl.load(entry + 4, mask=live, other=0) * BLOCK_ROWS
     row = (u // CHUNKS) % BLOCK_ROWS
     if (u < units) & (row < rows):
+        at = part.to(gl.int64) * BLOCK_ROWS + row
         d = (u % CHUNKS) * CHANNELS + gl.arange(0, CHANNELS, gl.SliceLayout(0, L))
         top = -1.0e30
         total = 0.0
         acc = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, L))
         for c in range(0, n, SPLITS):
-            s = c + gl.arange(0, SPLITS, gl.SliceLayout(1, L))
-            at = (part + s * stride) * BLOCK_ROWS + row
-            x = gl.load(partial_o + (at * 512)[:, None] + d[None, :], mask=((s < n) & live)[:, None], other=0.0)
-            row_lse = gl.load(partial_lse + at, mask=(s < n) & live, other=float("-inf"))
-            if SCALED:
-                row_scale = gl.load(partial_scale + at, mask=(s < n) & live, other=0.0)
-            # every warp also holds all of them over its lanes: their reductions need no shared memory
+            # behind the last split, its partial result is read again and weighs 0
+            s = gl.minimum(c + gl.arange(0, SPLITS, gl.SliceLayout(1, L)), n - 1) * step
+            rows_of = partial_o + at * 512 + s.to(gl.int64)[:, None] * 512 + d[None, :]
+            x = gl.load(rows_of, mask=gl.full([SPLITS, CHANNELS], live, gl.int1, L), other=0.0)
             every = c + gl.arange(0, SPLITS, LANES)
-            at_every = (part + every * stride) * BLOCK_ROWS + row
-            every_lse = gl.load(partial_lse + at_every, mask=(every < n) & live, other=float("-inf"))
+            lse_at = at + every * step
+            some = (every < n) & live
+            every_lse = gl.load(partial_lse + lse_at, mask=some, other=float("-inf"))
             new_top = gl.maximum(top, gl.max(every_lse, 0))
             old = gl.exp2(top - new_top)
-            weight = gl.exp2(row_lse - new_top)
+            weight = gl.exp2(every_lse - new_top)
+            total = total * old + gl.sum(weight, 0)
             if SCALED:
-                weight = weight * row_scale
+                weight = weight * gl.load(partial_scale + lse_at, mask=some, other=0.0)
+            weight = gl.convert_layout(weight, gl.SliceLayout(1, L))
             acc = acc * old + gl.sum(x.to(gl.float32) * weight[:, None], 0)
-            total = total * old + gl.sum(gl.exp2(every_lse - new_top), 0)
             top = new_top
         acc = gl.where(total == 0, 0.0, acc * (scale / total))  # a NaN of a live row stays one
         tok = ((first + row) // num_heads).to(gl.int64)
@@ -92,12 +96,16 @@ def combine_kernel(
     partial_o, partial_lse, partial_scale, sched, out, lse, out_stride_t, out_stride_h, lse_stride_t, lse_stride_h,
     out_scale, out_scale_ptr, scale_from_ptr, num_heads, lse_mode, BLOCK_ROWS: gl.constexpr,
     CHANNELS: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr, WARM: gl.constexpr,
-    num_warps: gl.constexpr,
+    SPREAD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, at most one per unit that `sched` has room for. `out` [tokens, heads, 512] and `lse`
     [tokens, heads] by strides; lse_mode 0 none, 1 base 2, 2 base e. The output is multiplied by `out_scale`, or by what
     `out_scale_ptr` holds if `scale_from_ptr`."""
     u = gl.program_id(0)
+    if SPREAD > 0:  # shared memory that only keeps other programs away
+        lane: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+        room = gl.allocate_shared_memory(gl.int32, [SPREAD // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        room.index(0).store(gl.full([32], u, gl.int32, lane))
     if WARM:
         # program 0 starts long before the attention kernel ends: it first runs through the code, so that all find it in L2
         u = launch_dependents(u)
@@ -134,29 +142,44 @@ def combine_kernel(
 
 
 WIDTHS = (256, 128, 64)
-"""Channels of a unit; a lane holds 8 of them of 8 splits, so narrower units merge more splits at once."""
+"""Channels of a unit; a lane holds 8 of them, so narrower units merge more splits at once."""
 
 
 def constexprs(
-    block_rows: int, channels: int, warps: int, *, pdl: bool, scaled: bool = False, warm: bool = False
-) -> dict[str, object]:
-    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps. `warm`,
-    with `pdl` only: its code is run through once before the attention kernel has ended."""
-    splits = 8 * (256 // channels) * warps
+    block_rows: int, channels: int, warps: int, lane_splits: int = 8, *, pdl: bool, scaled: bool = False,
+    warm: bool = False, spread: int = 0,
+) -> dict[str, object]:  # fmt: skip
+    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps, 4 or 8
+    splits a lane. `warm`, with `pdl` only: its code is run through once before the attention kernel has ended. `spread`: bytes
+    of shared memory that a program occupies, see `spread_bytes`."""
+    splits = lane_splits * (256 // channels) * warps
     shape = {"BLOCK_ROWS": block_rows, "CHANNELS": channels, "SPLITS": splits}
-    return {**shape, "SCALED": scaled, "PDL": pdl, "WARM": warm}
+    return {**shape, "SCALED": scaled, "PDL": pdl, "WARM": warm, "SPREAD": spread}
 
 
-def unit_shape(plan: SplitPlan) -> tuple[int, int]:
-    """(channels, warps) of a program, by the usual number of splits of this batch; any number is merged correctly."""
+def unit_shape(plan: SplitPlan) -> tuple[int, int, int]:
+    """(channels, warps, splits a lane) of a program, by the usual number of splits of this batch; any number is merged
+    correctly."""
     if plan.alone:  # as for one request that may be long
-        return 64, 4
+        return 64, 4, 8
     splits = plan.partial_blocks // max(1, plan.num_groups)
-    if splits <= 8 or plan.batch_invariant:  # one shape for all batches: it decides the order of the additions
-        return 256, 1
+    if plan.batch_invariant:  # one shape for all batches: it decides the order of the additions
+        return 256, 1, 8
+    if splits <= 8:
+        return 256, 1, 4 if splits <= 4 else 8
     if splits <= 16:
-        return 128, 4
-    return 64, 2 if splits <= 36 else 4
+        return 128, 4, 8
+    return 64, 2 if splits <= 36 else 4, 8
+
+
+def spread_bytes(programs: int, num_sms: int) -> int:
+    """Shared memory of a program that lets only as many of them onto a Hopper multiprocessor as there are for each.
+
+    Programs wait for the attention kernel's CTAs to make room; without this, the first multiprocessors that are free take all
+    the programs that fit, and the last units wait for those that share their issue slots.
+    """
+    each = -(-programs // num_sms)
+    return (SM_SHARED // each - 4096) // 128 * 128 if each <= 8 else 0
 
 
 def launch_combine(
@@ -168,18 +191,20 @@ def launch_combine(
     pdl: bool,
     unscaled: bool = False,
     warm: bool = False,
+    spread: bool = False,
 ) -> None:
     """Launches the combine of `plan` on the current stream; nothing to do for a plan that cannot split.
 
     `pdl`: programmatic dependent launch, sm_90 and newer. `unscaled`: the partial results lack the factor `ckv_scale`.
-    `warm`: see `constexprs`; for an attention kernel that allows its dependents to start shortly before it ends.
+    `spread`: see `spread_bytes`. `warm`: see `constexprs`; for an attention kernel that allows its dependents to start shortly before it ends.
     """
     if not plan.can_split:
         return
-    channels, warps = unit_shape(plan)
+    channels, warps, lane_splits = unit_shape(plan)
     units = plan.num_groups * plan.block_rows * (512 // channels)
     lse = scratch.partial_lse if call.lse is None else call.lse
-    combine_kernel[(min(units, 32 * num_sms // warps),)](
+    programs = min(units, 32 * num_sms // warps)
+    combine_kernel[(programs,)](
         scratch.partial_o,
         scratch.partial_lse,
         scratch.partial_lse if scratch.partial_scale is None else scratch.partial_scale,
@@ -195,7 +220,10 @@ def launch_combine(
         call.scale_flags & 1 if unscaled else 0,
         plan.num_heads,
         call.lse_mode,
-        **constexprs(plan.block_rows, channels, warps, pdl=pdl, scaled=scratch.partial_scale is not None, warm=warm),
+        **constexprs(
+            plan.block_rows, channels, warps, lane_splits, pdl=pdl, scaled=scratch.partial_scale is not None, warm=warm,
+            spread=spread_bytes(programs, num_sms) if spread else 0,
+        ),  # fmt: skip
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )

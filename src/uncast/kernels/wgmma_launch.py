@@ -195,4 +195,4 @@ def launch(plan: WgmmaPlan, call: Call) -> None:
         num_warps=4,
         launch_pdl=True,
     )
-    launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external, warm=plan.overlap)
+    launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external, warm=plan.overlap, spread=True)
