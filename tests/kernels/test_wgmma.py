@@ -155,7 +155,7 @@ def test_combine_programs_hold_the_usual_number_of_splits() -> None:
     assert splits([4096], 64) == 64
     assert splits([32768], 64) == 128
     assert splits([8192] * 8, 64) == 8
-    assert splits([8192] * 64, 64) == 8
+    assert splits([8192] * 64, 64) == 4
 
 
 def test_only_fp8_ds_mla_has_scaled_partial_results() -> None:

@@ -104,7 +104,7 @@ def combine_kernel(
     u = gl.program_id(0)
     if SPREAD > 0:  # shared memory that only keeps other programs away
         lane: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-        room = gl.allocate_shared_memory(gl.int32, [SPREAD // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        room = gl.allocate_shared_memory(gl.int32, [SPREAD // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         room.index(0).store(gl.full([32], u, gl.int32, lane))
     if WARM:
         # program 0 starts long before the attention kernel ends: it first runs through the code, so that all find it in L2

@@ -118,7 +118,10 @@ def _combine_variants() -> Iterator[Variant]:
             (8, 256, 1, "bf16", "fp32"), (16, 64, 2, "fp16", "fp16"), (16, 128, 4, "bf16", "fp32"),
             (64, 64, 4, "bf16", "fp16"),
         ):  # fmt: skip
-            args = combine.constexprs(rows, channels, warps, pdl=pdl, scaled=rows == 64)
+            spread = combine.spread_bytes(512, 132) if pdl and warps == 2 else 0
+            args = combine.constexprs(
+                rows, channels, warps, 4 if rows == 8 else 8, pdl=pdl, scaled=rows == 64, spread=spread
+            )
             types = types_of(combine.combine_kernel, args, out=f"*{dtype}", partial_o=f"*{part}")
             name = f"combine_rows{rows}_channels{channels}_warps{warps}_{dtype}{'_pdl' if pdl else ''}"
             yield Variant(name, combine.combine_kernel, types, args, chips, num_warps=warps)
