@@ -38,7 +38,12 @@ def test_a_plan_that_splits_as_alone(monkeypatch: pytest.MonkeyPatch, layout: st
         return made
 
     def of(made: mma_launch.MmaPlan) -> tuple[object, ...]:
-        return made.config, made.splits.target, made.splits.own_slots, combine.unit_shape(made.splits)
+        return (
+            made.config,
+            made.splits.target,
+            made.splits.own_slots,
+            combine.unit_shape(made.splits, made.scratch.partial_o.dtype),
+        )
 
     assert of(plan(1, 70, 1)) == of(plan(4, 70, 4)) == of(plan(16, 9000, 1)) == of(plan(9, 70000, 9))
     assert plan(4, 70, 2).splits.target == RESIDENT[1] and plan(4, 70, 0).splits.target == RESIDENT[32]

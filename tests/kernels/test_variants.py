@@ -20,7 +20,7 @@ VARIANTS = {v.name: v for v in (*variants(), *APART)}
 SUBSET = [
     ("pack_queries", 120),
     ("up_project_fp8_e4m3_128x128_integer", 86),
-    ("combine_rows16_channels64_warps2_fp16_pdl", 90),
+    ("combine_fp32_rows32_channels64_warps4_splits128_fp16_pdl", 120),
     ("mma_fp8_e4m3_bf16_rows8_64x2_batch32", 89),
     ("mma_fp8_e4m3_bf16_rows16_64x2_batch1_integer", 86),
     ("mma_fp8_e4m3_bf16_rows16_64x2_batch4096", 90),
@@ -35,7 +35,7 @@ SUBSET = [
     ("wgmma_fp8_e4m3_bf16_rows16_page64_batch32", 90),
     ("wgmma_fp8_e4m3_bf16_rows64_page128_batch1", 90),
     ("wgmma_fp8_e4m3_bf16_rows64_page64_batch32_overlap", 90),
-    ("combine_rows64_channels256_warps1_bf16_warm", 90),
+    ("combine_fp16_rows64_channels64_warps2_splits128_bf16_pdl_warm", 90),
     ("wgmma_fp8_ds_mla_bf16_rows64_page64_batch32", 90),
     ("cache_write_fp8_ds_mla_bf16_counting", 80),
     ("cache_write_fp8_e4m3_fp32", 120),
@@ -73,9 +73,9 @@ def test_compiles_inside_the_limits_of_its_chip(name: str, chip: int) -> None:
     assert compile_variant(variant, chip).problems == ()
 
 
-@pytest.mark.parametrize("pdl", [False, True])
-def test_combine_compiles(pdl: bool) -> None:
-    chosen = [v for v in VARIANTS.values() if v.name.startswith("combine") and v.name.endswith("_pdl") == pdl]
+@pytest.mark.parametrize("end", ["bf16", "_pdl", "_warm"])
+def test_combine_compiles(end: str) -> None:
+    chosen = [v for v in VARIANTS.values() if v.name.startswith("combine") and v.name.endswith(end)]
     assert chosen
     assert compile_variant(chosen[0], chosen[0].chips[0]).problems == ()
 

@@ -98,9 +98,14 @@ def test_a_plan_that_splits_as_alone_does_not_look_at_the_batch(layout: str) -> 
         spec = spec_of(num_heads=128, kv_layout=layout)
         problem = make_problem(kv_lens, [1] * len(kv_lens), spec, "cpu")
         made = wgmma_launch.make_plan(replace(problem, alone_rows=len(kv_lens)), 132)
-        return made.splits.block_rows, made.overlap, combine.unit_shape(made.splits), made.splits.own_slots
+        return (
+            made.splits.block_rows,
+            made.overlap,
+            combine.unit_shape(made.splits, torch.float16),
+            made.splits.own_slots,
+        )
 
-    assert plan([100]) == plan([100] * 9) == plan([131072]) == plan([131072] * 16) == (64, False, (64, 4), 66)
+    assert plan([100]) == plan([100] * 9) == plan([131072]) == plan([131072] * 16) == (64, False, (64, 2, 16), 66)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,6 @@ def test_the_overlapped_loop_is_taken_where_it_wins(
 
 def test_what_does_not_overlap_is_compiled_as_ever() -> None:
     assert wgmma_launch.constexprs("fp8_e4m3", 64, 64, 32)["OVERLAP"] is False
-    assert combine.constexprs(64, 256, 1, pdl=True)["WARM"] is False
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -148,14 +152,28 @@ def test_rings_fit_shared_memory(layout: str) -> None:
 def test_combine_programs_hold_the_usual_number_of_splits() -> None:
     def splits(kv_lens: list[int], heads: int) -> object:
         problem = make_problem(kv_lens, [1] * len(kv_lens), spec_of(num_heads=heads), "cpu")
-        shape = combine.unit_shape(wgmma_launch.make_plan(problem, 132).splits)
+        plan = wgmma_launch.make_plan(problem, 132)
+        shape = combine.unit_shape(plan.splits, plan.scratch.partial_o.dtype)
         return combine.constexprs(16, *shape, pdl=True)["SPLITS"]
 
     assert splits([131072], 8) == 128
-    assert splits([4096], 64) == 64
-    assert splits([32768], 64) == 128
+    assert splits([4096], 64) == 32
+    assert splits([32768], 64) == 64
+    assert splits([8192] * 4, 16) == 32
+    assert splits([8192] * 12, 64) == 16
     assert splits([8192] * 8, 64) == 8
     assert splits([8192] * 64, 64) == 4
+
+
+@pytest.mark.parametrize("programs", [1, 128, 132, 133, 264, 400, 512, 1024, 1056])
+def test_as_many_combine_programs_fit_a_multiprocessor_as_there_are_for_each(programs: int) -> None:
+    each = -(-programs // 132)
+    room = combine.spread_bytes(programs, 132) + 1024
+    assert room <= combine.SM_SHARED - 1024 and each * (room + 2048) <= combine.SM_SHARED < (each + 1) * room
+
+
+def test_many_combine_programs_are_not_spread() -> None:
+    assert combine.spread_bytes(1057, 132) == combine.spread_bytes(4096, 132) == 0
 
 
 def test_only_fp8_ds_mla_has_scaled_partial_results() -> None:

@@ -5,16 +5,17 @@
     partial_scale  fp32 [partial_blocks, block_rows], SCALED only: what a row of partial_o is to be multiplied by
     out row      sum_s 2^(lse_s - lse) * partial_o_s,  lse = log2(sum_s 2^lse_s)
 
-Floor: each partial row is read once (1 or 2 KB) and mostly comes from L2. Work unit = one row x 64, 128 or 256 channels; a
+Floor: each partial row is read once (1 or 2 KB) and mostly comes from L2. Work unit = one row x 64 to 512 channels; a
 fixed grid walks the groups that the attention kernel published, so a batch without splits costs one load per program. On sm_90
 it is launched with programmatic dependent launch: its launch overlaps the attention kernel's end. The order of the
 additions depends on the number of splits only, so results repeat bitwise. The code is small on purpose: it runs once per
-layer, and what a stream of cache rows leaves of it in L2 and the instruction caches has to be fetched again. WARM, for long
+layer, and what a stream of cache rows leaves of it in L2 and the instruction caches has to be fetched again. WARM, for
 attention kernels that let it start shortly before their end: program 0 runs through it once while the others still wait.
 """
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -37,8 +38,8 @@ def _merge(
     """One unit: SPLITS partial rows at a time, softmax state carried from one step to the next. Unless `live`, all of its code
     runs and touches no memory."""
     CHUNKS: gl.constexpr = 512 // CHANNELS
-    LANE: gl.constexpr = SPLITS * CHANNELS // (256 * WARPS)
-    L: gl.constexpr = gl.BlockedLayout([LANE, 8], [256 // CHANNELS, CHANNELS // 8], [WARPS, 1], [1, 0])
+    GROUPS: gl.constexpr = 256 // CHANNELS if CHANNELS < 256 else 1
+    L: gl.constexpr = gl.BlockedLayout([SPLITS // (GROUPS * WARPS), 8], [GROUPS, 32 // GROUPS], [WARPS, 1], [1, 0])
     # every warp holds the weights of all splits over its lanes: their reductions need no shared memory
     LANES: gl.constexpr = gl.BlockedLayout([(SPLITS + 31) // 32], [32], [WARPS], [0])
     entry = sched + (u // (BLOCK_ROWS * CHUNKS) + 1) * 8
@@ -141,35 +142,41 @@ def combine_kernel(
             more = u < units
 
 
-WIDTHS = (256, 128, 64)
-"""Channels of a unit; a lane holds 8 of them, so narrower units merge more splits at once."""
+WIDTHS = (512, 256, 128, 64)
+"""Channels of a unit; a lane holds 8 of them (of 512: 16), so narrower units merge more splits at once."""
 
 
 def constexprs(
     block_rows: int, channels: int, warps: int, lane_splits: int = 8, *, pdl: bool, scaled: bool = False,
     warm: bool = False, spread: int = 0,
 ) -> dict[str, object]:  # fmt: skip
-    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps, 4 or 8
-    splits a lane. `warm`, with `pdl` only: its code is run through once before the attention kernel has ended. `spread`: bytes
-    of shared memory that a program occupies, see `spread_bytes`."""
-    splits = lane_splits * (256 // channels) * warps
+    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps, 4, 8 or
+    16 splits a lane. `warm`, with `pdl` only: its code is run through once before the attention kernel has ended. `spread`:
+    bytes of shared memory that a program occupies, see `spread_bytes`."""
+    splits = lane_splits * max(1, 256 // channels) * warps
     shape = {"BLOCK_ROWS": block_rows, "CHANNELS": channels, "SPLITS": splits}
     return {**shape, "SCALED": scaled, "PDL": pdl, "WARM": warm, "SPREAD": spread}
 
 
-def unit_shape(plan: SplitPlan) -> tuple[int, int, int]:
+def unit_shape(plan: SplitPlan, dtype: torch.dtype) -> tuple[int, int, int]:
     """(channels, warps, splits a lane) of a program, by the usual number of splits of this batch; any number is merged
-    correctly."""
-    if plan.alone:  # as for one request that may be long
-        return 64, 4, 8
+    correctly. `dtype`: of the partial results. Few warps with much work each are fastest (measured for fp16 on an H200)."""
     splits = plan.partial_blocks // max(1, plan.num_groups)
     if plan.batch_invariant:  # one shape for all batches: it decides the order of the additions
         return 256, 1, 8
-    if splits <= 8:
-        return 256, 1, 4 if splits <= 4 else 8
-    if splits <= 16:
-        return 128, 4, 8
-    return 64, 2 if splits <= 36 else 4, 8
+    if dtype == torch.float32:  # twice the registers
+        if splits <= 8 and not plan.alone:
+            return 256, 1, 8
+        if splits <= 16 and not plan.alone:
+            return 128, 4, 8
+        return 64, 2 if splits <= 36 and not plan.alone else 4, 8
+    if splits > 68 or plan.alone:  # alone: as for one request that may be long
+        return 64, 2, 16
+    if splits > 16:
+        return 64, 1, 8 if splits <= 36 else 16
+    if splits > 8:
+        return 128, 1, 8
+    return (512, 1, 4) if splits <= 4 else (256, 1, 8)
 
 
 def spread_bytes(programs: int, num_sms: int) -> int:
@@ -178,7 +185,7 @@ def spread_bytes(programs: int, num_sms: int) -> int:
     Programs wait for the attention kernel's CTAs to make room; without this, the first multiprocessors that are free take all
     the programs that fit, and the last units wait for those that share their issue slots.
     """
-    each = -(-programs // num_sms)
+    each = max(1, -(-programs // num_sms))
     return (SM_SHARED // each - 4096) // 128 * 128 if each <= 8 else 0
 
 
@@ -196,11 +203,12 @@ def launch_combine(
     """Launches the combine of `plan` on the current stream; nothing to do for a plan that cannot split.
 
     `pdl`: programmatic dependent launch, sm_90 and newer. `unscaled`: the partial results lack the factor `ckv_scale`.
-    `spread`: see `spread_bytes`. `warm`: see `constexprs`; for an attention kernel that allows its dependents to start shortly before it ends.
+    `spread`: see `spread_bytes`. `warm`: see `constexprs`; for an attention kernel that allows its dependents to start shortly
+    before it ends.
     """
     if not plan.can_split:
         return
-    channels, warps, lane_splits = unit_shape(plan)
+    channels, warps, lane_splits = unit_shape(plan, scratch.partial_o.dtype)
     units = plan.num_groups * plan.block_rows * (512 // channels)
     lse = scratch.partial_lse if call.lse is None else call.lse
     programs = min(units, 32 * num_sms // warps)
@@ -221,9 +229,15 @@ def launch_combine(
         plan.num_heads,
         call.lse_mode,
         **constexprs(
-            plan.block_rows, channels, warps, lane_splits, pdl=pdl, scaled=scratch.partial_scale is not None, warm=warm,
+            plan.block_rows,
+            channels,
+            warps,
+            lane_splits,
+            pdl=pdl,
+            scaled=scratch.partial_scale is not None,
+            warm=warm,
             spread=spread_bytes(programs, num_sms) if spread else 0,
-        ),  # fmt: skip
+        ),
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )

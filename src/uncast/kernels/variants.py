@@ -113,23 +113,28 @@ def _wgmma_variants() -> Iterator[Variant]:
 
 
 def _combine_variants() -> Iterator[Variant]:
-    for pdl, chips in ((False, (80, 86, 89)), (True, (90, 100, 120))):
-        for rows, channels, warps, dtype, part in (
-            (8, 256, 1, "bf16", "fp32"), (16, 64, 2, "fp16", "fp16"), (16, 128, 4, "bf16", "fp32"),
-            (64, 64, 4, "bf16", "fp16"),
-        ):  # fmt: skip
-            spread = combine.spread_bytes(512, 132) if pdl and warps == 2 else 0
+    portable = [
+        (rows, shape, dtype, part, False, 0)
+        for rows, shape, dtype, part in (
+            (8, (256, 1, 8), "bf16", "fp32"), (32, (64, 4, 8), "fp16", "fp32"),
+        )
+    ]  # fmt: skip
+    hopper = [
+        (rows, shape, dtype, "fp16", rows != 32, combine.spread_bytes(programs, 132))
+        for rows, shape, dtype, programs in (
+            (16, (64, 1, 8), "bf16", 512), (16, (64, 1, 16), "fp16", 128), (64, (64, 2, 16), "bf16", 512),
+            (64, (512, 1, 4), "bf16", 2048), (32, (256, 1, 8), "bf16", 132),
+        )
+    ]  # fmt: skip
+    for pdl, chips, cases in ((False, (80, 86, 89), portable), (True, (90, 100, 120), portable), (True, (90,), hopper)):
+        for rows, (channels, warps, lane), dtype, part, warm, spread in cases:
             args = combine.constexprs(
-                rows, channels, warps, 4 if rows == 8 else 8, pdl=pdl, scaled=rows == 64, spread=spread
+                rows, channels, warps, lane, pdl=pdl, scaled=part == "fp16" and rows == 64, warm=warm, spread=spread
             )
             types = types_of(combine.combine_kernel, args, out=f"*{dtype}", partial_o=f"*{part}")
-            name = f"combine_rows{rows}_channels{channels}_warps{warps}_{dtype}{'_pdl' if pdl else ''}"
+            name = f"combine_{part}_rows{rows}_channels{channels}_warps{warps}_splits{args['SPLITS']}_{dtype}"
+            name += f"{'_pdl' if pdl else ''}{'_warm' if warm else ''}"
             yield Variant(name, combine.combine_kernel, types, args, chips, num_warps=warps)
-    args = combine.constexprs(64, 256, 1, pdl=True, warm=True)
-    types = types_of(combine.combine_kernel, args, out="*bf16", partial_o="*fp16")
-    yield Variant(
-        "combine_rows64_channels256_warps1_bf16_warm", combine.combine_kernel, types, args, (90,), num_warps=1
-    )
 
 
 def _write_variants() -> Iterator[Variant]:

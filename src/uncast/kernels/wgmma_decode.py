@@ -14,8 +14,7 @@ swapped: S^T[64, BN] = K Q^T and O^T[512, BN] = V^T P^T with K and V^T as regist
     TMA warp(s)          latent and rope tiles; page numbers 32 at a time in registers
     scale warp           fp8_ds_mla: the rows' scales as fp16 times a power of two per tile (`wgmma_ops`)
 
-OVERLAP (fp8_e4m3, BN 64), for batches of many tiles a CTA: the loop of `wgmma_overlap`; queries are prepared with less code;
-the combine may start only when the last tiles are under way, so that its code is still in L2 when it runs.
+OVERLAP (fp8_e4m3, BN 64), for batches of many tiles a CTA: the loop of `wgmma_overlap`; queries are prepared with less code.
 
 A split's results are fp16: fp8_ds_mla's as multiples of 2^E, E the largest of its tiles' exponents, because its latents may
 exceed fp16's range (they are below 448 * 2^(E + 7)); 2^E of each row lies `scale_offset` behind its `partial_lse`.
@@ -85,7 +84,7 @@ def _page(pages, i):
 @gluon.jit
 def _load_tiles(
     ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, full, empty, ST: gl.constexpr, PAGE: gl.constexpr,
-    DS: gl.constexpr, JOINT: gl.constexpr, OVERLAP: gl.constexpr = False, WHOLE: gl.constexpr = False,
+    DS: gl.constexpr, JOINT: gl.constexpr, WHOLE: gl.constexpr = False,
 ):  # fmt: skip
     """TMA warp: latent (and with JOINT the rope) of tile t goes to slot t % ST, first the half that is read first."""
     PER: gl.constexpr = PAGE // 64
@@ -115,8 +114,7 @@ def _load_tiles(
                 mbarrier.wait(empty.index(2 * s + late), ((t // ST) & 1) ^ 1)
                 mbarrier.expect(full.index(2 * s + late), 64 * 256)
                 tma_load(ckv_desc, [row, late * 128], full.index(2 * s + late), ckv.index(2 * s + late))
-    if OVERLAP:  # so late that this kernel's cache rows do not evict the combine's code again
-        launch_dependents(nt)
+    launch_dependents(nt)  # so late that this kernel's cache rows do not evict the combine's code again
 
 
 @gluon.jit
@@ -417,8 +415,6 @@ def wgmma_decode_kernel(
         mbarrier.init(p_ready.index(s), count=1)
     mbarrier.init(meet, count=2)
     item = gl.program_id(0)
-    if not OVERLAP:
-        item = launch_dependents(item)
     item = grid_dependency_wait(item)
     kv_start = gl.load(kv_indptr + item * 0)  # for one request: in flight together with its lengths
     valid, b, q_start, q_len, kv_len, row0, tile0, tile1, num_splits, part = find_work(
@@ -494,7 +490,7 @@ def wgmma_decode_kernel(
                     )),
                     (_load_tiles, (
                         ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, ckv_full, ckv_empty, ST, PAGE, DS,
-                        JOINT, False, WHOLE,
+                        JOINT, WHOLE,
                     )),
                 ], [4, 1], [240, 24])  # fmt: skip
             else:
@@ -513,7 +509,7 @@ def wgmma_decode_kernel(
                     )),
                     (_load_tiles, (
                         ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, ckv_full, ckv_empty, ST, PAGE, DS,
-                        JOINT, OVERLAP,
+                        JOINT,
                     )),
                     (_load_kpe, (kpe_desc, kv_indices, kv_start, tile0, nt, kpe, kpe_full, p_ready, PAGE)),
                 ], [4, 1, 1], [240, 24, 24])  # fmt: skip

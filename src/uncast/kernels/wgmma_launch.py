@@ -94,7 +94,7 @@ def overlaps(spec: ProblemSpec, *, batch: int, rows: int, tiles: int, num_sms: i
 class WgmmaPlan:
     """Launch parameters and scratch of one problem; `launch` may be captured in a CUDA graph.
 
-    `overlap`: the loop of `wgmma_overlap`, and a combine that warms up (`combine`).
+    `overlap`: the loop of `wgmma_overlap`.
     """
 
     problem: Problem
@@ -195,4 +195,4 @@ def launch(plan: WgmmaPlan, call: Call) -> None:
         num_warps=4,
         launch_pdl=True,
     )
-    launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external, warm=plan.overlap, spread=True)
+    launch_combine(splits, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external, warm=True, spread=True)
