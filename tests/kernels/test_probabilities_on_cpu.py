@@ -1,4 +1,4 @@
-"""That no kernel rounds its probabilities to one BF16, executed on a CPU (`gluon_cpu`): `NativeBackend.bf16_probabilities` is empty.
+"""That no kernel rounds its probabilities to one BF16, executed on a CPU (`gluon_cpu`), as `NativeBackend` says.
 
 A failure means that `uncast probe` would hold `native` to the wrong bound, or that a product has lost the second term of P.
 """

@@ -291,7 +291,9 @@ def test_claims_run_nothing_and_tell_what_is_installed(
         "\ngather_cast:NAME and pool_cast:NAME: FP8 layouts, as a BF16 copy, wherever NAME claims bf16\nerror: " in out
     )
     assert "a large one is of 281 (query row, head) or more (docs/probe.md)\n" in out
-    out = run(capsys, "--claims", *(f"--backend={name}" for name in ("native", "torch_cpu", "flashmla", "flashinfer_fa3")))[1]
+    out = run(
+        capsys, "--claims", *(f"--backend={name}" for name in ("native", "torch_cpu", "flashmla", "flashinfer_fa3"))
+    )[1]
     assert (
         out.count("      error up to 2.5e-03\n") == 7
         and out.count("      error up to 2.5e-03 of a large output, 4.2e-03 of any\n") == 1

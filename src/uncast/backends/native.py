@@ -3,8 +3,8 @@
 On Hopper the warp-specialised wgmma kernels run what they support, else the portable mma.sync kernels; dense and sparse
 attention have a pair each.
 
-FP8 values are exact in FP16, so over FP8 caches P is FP16, too, an eighth of BF16's error. Over a bf16 cache P is a sum of two BF16
-(`mma_launch.p_terms`), 2^-17 of it. Pieces of split contexts are merged from FP32 or FP16.
+FP8 values are exact in FP16, so over FP8 caches P is FP16, too, an eighth of BF16's error. Over a bf16 cache P is a sum of two
+BF16 (`mma_launch.p_terms`), which leaves 2^-17 of it. Pieces of split contexts are merged from FP32 or FP16.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ def needs_two(layout: str, q_data_type: torch.dtype) -> bool:
 def p_terms(layout: str) -> int:
     """P_TERMS: of how many 16-bit numbers the kernels make a probability; the only place that chooses.
 
-    FP8 values meet one fp16, whose rounding is an eighth of bf16's. Values of layout `bf16` need operands in bf16, and one of those
-    puts an output of few rows beyond the default accuracy: 3.5e-3 of it instead of 2.5e-3. Two, at the cost of a second value
-    product and 2 * step * block_rows bytes of shared memory, leave 2^-17 of P. Bits must not depend on the batch, so the
-    choice depends on the layout only.
+    FP8 values meet one fp16, whose rounding is an eighth of bf16's. Values of layout `bf16` need operands in bf16, and a single
+    one puts an output of few rows beyond the default accuracy: 3.5e-3 of it instead of 2.5e-3. Two leave 2^-17 of P and cost a
+    second value product and 2 * step * block_rows bytes of shared memory. Bits must not depend on the batch, so the choice
+    depends on the layout only.
     """
     return 2 if layout == "bf16" else 1
 
