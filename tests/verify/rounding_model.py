@@ -49,7 +49,9 @@ def pieces(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def lazy(scores: torch.Tensor, values: torch.Tensor, step: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """P rounded against a maximum that moves only when it is exceeded by 2^`LAZY_BITS`; as `native` over a bf16 cache."""
+    """P rounded against a maximum that moves only when it is exceeded by 2^`LAZY_BITS`, so that no P need be exact.
+
+    The products of `native` over a bf16 cache, were its P one BF16 (`mma_launch.p_terms`)."""
     rows = scores.shape[0]
     top, total = torch.full((rows, 1), -1e29, dtype=torch.float64), torch.zeros(rows, 1, dtype=torch.float64)
     out = torch.zeros(rows, values.shape[1], dtype=torch.float64)

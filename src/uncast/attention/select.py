@@ -23,7 +23,8 @@ def misses_default(made: Backend | type[Backend], layout: RowLayout) -> str:
     """Why `auto` does not take a backend over a cache of this layout, as the end of a sentence; "" if it may.
 
     Over FP8 it takes what keeps the default accuracy, 2.5e-3 of any output, which rounded values or probabilities miss. Over a
-    16-bit cache every kernel for tensor cores rounds probabilities to BF16, so there `auto` goes by speed.
+    16-bit cache `auto` goes by speed, and may take one that keeps it for large outputs only (`verify.accuracy`): there every
+    library rounds probabilities to BF16, and `native` alone does not.
     """
     if layout.is_fp8 and made.rounds_fp8:
         return "rounds the values of an FP8 cache to BF16"

@@ -3,8 +3,8 @@
 On Hopper the warp-specialised wgmma kernels run what they support, else the portable mma.sync kernels; dense and sparse
 attention have a pair each.
 
-FP8 values are exact in FP16, so over FP8 caches P is FP16, too, an eighth of BF16's error. Over a bf16 cache P is BF16. Pieces
-of split contexts are merged from FP32 or FP16.
+FP8 values are exact in FP16, so over FP8 caches P is FP16, too, an eighth of BF16's error. Over a bf16 cache P is a sum of two
+BF16 (`mma_launch.p_terms`), which leaves 2^-17 of it. Pieces of split contexts are merged from FP32 or FP16.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class NativeBackend(FusedWriter):
     requires = "triton"
     cuda_graph = True
     splits_alone = True
-    bf16_probabilities = ("bf16",)
 
     def __init__(self, kernel: str = "auto") -> None:
         if kernel not in ("auto", "mma", "wgmma"):

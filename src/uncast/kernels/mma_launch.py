@@ -52,6 +52,17 @@ def needs_two(layout: str, q_data_type: torch.dtype) -> bool:
     return q_data_type == torch.float16 and layout != "fp8_e4m3"
 
 
+def p_terms(layout: str) -> int:
+    """P_TERMS: of how many 16-bit numbers the kernels make a probability; the only place that chooses.
+
+    FP8 values meet one fp16, whose rounding is an eighth of bf16's. Values of layout `bf16` need operands in bf16, and a single
+    one puts an output of few rows beyond the default accuracy: 3.5e-3 of it instead of 2.5e-3. Two leave 2^-17 of P and cost a
+    second value product and 2 * step * block_rows bytes of shared memory. Bits must not depend on the batch, so the choice
+    depends on the layout only.
+    """
+    return 2 if layout == "bf16" else 1
+
+
 def shared_memory_limit(arch: int) -> int:
     """Bytes of shared memory one CTA may use, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
     if arch in (80, 87):
@@ -90,6 +101,7 @@ def constexprs(layout: str, q_data_type: torch.dtype, arch: int, config: MmaConf
         "LAYOUT": layout,
         "NATIVE": is_native(arch),
         "TWO": needs_two(layout, q_data_type),
+        "P_TERMS": p_terms(layout),
         "BATCH": bucket,
         "OVERHEAD": item_overhead(config.block_rows),
     }

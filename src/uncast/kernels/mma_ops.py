@@ -205,8 +205,18 @@ def scale_exponents(scales, stage, L: gl.constexpr):
 
 
 @gluon.jit
-def pv_step(e, o, values, p, LAYOUT: gl.constexpr, NATIVE: gl.constexpr):
-    """e, o [64, BH] += the two halves of a channel group of `values` (rows = tokens) times p [BT, BH]."""
+def store_probabilities(p, low, pr, P_TERMS: gl.constexpr):
+    """pr fp32 in p's type; with P_TERMS 2 as a sum of two, of which `low` holds what rounding to p left over."""
+    high = pr.to(p.dtype)
+    p.store(high)
+    if P_TERMS == 2:
+        low.store((pr - high.to(gl.float32)).to(p.dtype))
+
+
+@gluon.jit
+def pv_step(e, o, values, p, low, P_TERMS: gl.constexpr, LAYOUT: gl.constexpr, NATIVE: gl.constexpr):
+    """e, o [64, BH] += the two halves of a channel group of `values` (rows = tokens) times p [BT, BH], or with P_TERMS 2 times
+    p + low: a fragment of values is loaded once and meets both."""
     MMA: gl.constexpr = e.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -220,6 +230,10 @@ def pv_step(e, o, values, p, LAYOUT: gl.constexpr, NATIVE: gl.constexpr):
             ve, vo = unpack_values(v.permute((1, 0)).load(A), NATIVE)
         e = mma_v2(ve, pp, e)
         o = mma_v2(vo, pp, o)
+        if P_TERMS == 2:
+            ll = low.slice(c * 16, 16, 0).load(B)
+            e = mma_v2(ve, ll, e)
+            o = mma_v2(vo, ll, o)
     return e, o
 
 

@@ -28,6 +28,7 @@ from uncast.kernels.mma_ops import (
     scale_exponents,
     scores,
     store_group,
+    store_probabilities,
 )
 from uncast.kernels.sparse_ops import entries, find_item, gather, is_selected, slots
 
@@ -73,7 +74,7 @@ def mma_sparse_kernel(
     sm_scale, ckv_scale, kpe_scale, nope_t, nope_h, pe_t, pe_h, out_t, out_h, lse_t, lse_h,
     batch, num_heads, topk, splits, per, page_shift, scale_flags, lse_mode,
     BH: gl.constexpr, BT: gl.constexpr, ST: gl.constexpr, LAYOUT: gl.constexpr, NATIVE: gl.constexpr, TWO: gl.constexpr,
-    BATCH: gl.constexpr, num_warps: gl.constexpr,
+    P_TERMS: gl.constexpr, BATCH: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid: `SplitPlan.num_items` of `sparse_plan`. Strides of q_nope, q_pe and out are in units of 8 elements (16 bytes).
 
@@ -101,7 +102,8 @@ def mma_sparse_kernel(
         ra = gl.allocate_shared_memory(QR, [BH, WR], SR)
         qb = gl.allocate_shared_memory(QN, [BH, WN], SN) if FP8 or TWO else qa
         rb = gl.allocate_shared_memory(QR, [BH, WR], SR) if LAYOUT == E4M3 or TWO else ra
-        p = gl.allocate_shared_memory(QN, [4 if DS else 1, BT, BH], SP)
+        p = gl.allocate_shared_memory(QN, [4 if DS else P_TERMS, BT, BH], SP)
+        low = p.index(P_TERMS - 1)
         S1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         scales = gl.allocate_shared_memory(gl.float32, [ST * 4, BT], S1) if DS else latent
         SMMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BT // 16, 64 // BT], [16, 8])
@@ -207,12 +209,12 @@ def mma_sparse_kernel(
                     p.index(g).store((pr * scales.index(s * 4 + g).load(TS)[:, None]).to(QN))
             else:
                 sums += pr
-                p.index(0).store(pr.to(QN))
+                store_probabilities(p.index(0), low, pr, P_TERMS)
             cta_barrier()
-            e0, o0 = pv_step(e0, o0, keys.slice(0, GW, 1), p.index(0), LAYOUT, NATIVE)
-            e1, o1 = pv_step(e1, o1, keys.slice(GW, GW, 1), p.index(1 if DS else 0), LAYOUT, NATIVE)
-            e2, o2 = pv_step(e2, o2, keys.slice(2 * GW, GW, 1), p.index(2 if DS else 0), LAYOUT, NATIVE)
-            e3, o3 = pv_step(e3, o3, keys.slice(3 * GW, GW, 1), p.index(3 if DS else 0), LAYOUT, NATIVE)
+            e0, o0 = pv_step(e0, o0, keys.slice(0, GW, 1), p.index(0), low, P_TERMS, LAYOUT, NATIVE)
+            e1, o1 = pv_step(e1, o1, keys.slice(GW, GW, 1), p.index(1 if DS else 0), low, P_TERMS, LAYOUT, NATIVE)
+            e2, o2 = pv_step(e2, o2, keys.slice(2 * GW, GW, 1), p.index(2 if DS else 0), low, P_TERMS, LAYOUT, NATIVE)
+            e3, o3 = pv_step(e3, o3, keys.slice(3 * GW, GW, 1), p.index(3 if DS else 0), low, P_TERMS, LAYOUT, NATIVE)
         cp_async_wait(0)
 
         total = gl.sum(sums, 0)
