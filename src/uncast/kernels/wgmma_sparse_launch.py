@@ -80,4 +80,4 @@ def launch(plan: WgmmaSparsePlan, call: Call, indices: torch.Tensor) -> None:
         call.lse_mode, call.scale_flags if external else 0, scratch.partial_lse.numel(),
         **constexprs(spec.kv_layout, work.plan.block_rows, work.plan.batch_bucket), num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    launch_combine(work.plan, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external)
+    launch_combine(work.plan, scratch, call, num_sms=plan.num_sms, pdl=True, unscaled=external, spread=True)
