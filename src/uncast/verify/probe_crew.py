@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,14 @@ class Worker:
         self._log = log
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=worker_main, args=(theirs, registry.paths(), str(log)), daemon=True)  # type: ignore[attr-defined]
-        self._process.start()
+        # Ctrl-C is for this process: one that still imports would print a traceback (`worker_main` allows it again). The
+        # tracker is started before, since its start ends with Ctrl-C allowed.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._phase = "start"
         self._wait(START_SECONDS)

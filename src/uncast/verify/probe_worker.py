@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ def worker_main(pipe: Connection, backends: dict[str, str], log: str) -> None:
         stream.flush()
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for name, path in backends.items():
         registry.register(name, path)
