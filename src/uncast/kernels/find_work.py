@@ -5,6 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from uncast.kernels.schedule import ALONE_BATCH
+
+ALONE_BUCKET = gl.constexpr(ALONE_BATCH)
+
 
 @gluon.jit
 def _add(a, b):
@@ -125,7 +129,7 @@ def find_work(
     t < tile1 (empty if tile1 <= tile0), `part` the partial block to write when num_splits > 1. `valid` is false for items
     beyond the last. Publishes the groups to combine in `sched`.
     """
-    AS_ALONE: gl.constexpr = ALONE and BATCH == 32
+    AS_ALONE: gl.constexpr = ALONE and BATCH == ALONE_BUCKET
     if BATCH == 1:
         b = item * 0
         start = b
