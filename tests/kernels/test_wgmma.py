@@ -165,10 +165,12 @@ def test_combine_programs_hold_the_usual_number_of_splits() -> None:
     assert splits([8192] * 64, 64) == 4
 
 
-@pytest.mark.parametrize("programs", [1, 128, 132, 133, 264, 400, 512, 1024, 1056])
-def test_as_many_combine_programs_fit_a_multiprocessor_as_there_are_for_each(programs: int) -> None:
-    each = -(-programs // 132)
-    room = combine.spread_bytes(programs, 132) + 1024
+@pytest.mark.parametrize("num_sms", [16, 78, 114, 132])
+@pytest.mark.parametrize("share", [0.01, 0.9, 1.0, 1.1, 2.0, 3.5, 4.0, 5.0, 8.0])
+def test_as_many_combine_programs_fit_a_multiprocessor_as_there_are_for_each(share: float, num_sms: int) -> None:
+    programs = max(1, int(share * num_sms))
+    each = next(n for n in (1, 2, 4, 8) if n * num_sms >= programs)
+    room = combine.spread_bytes(programs, num_sms) + 1024
     assert room <= combine.SM_SHARED - 1024 and each * (room + 2048) <= combine.SM_SHARED < (each + 1) * room
 
 

@@ -159,7 +159,12 @@ def test_products_of_few_rows_are_the_same_whatever_their_number(packed: str, la
                 if launch.kind == "triton"
             ]
             assert not any("pad" in name for name in gpu.names())
-            ours = [[part for part in kernel if part[0] != "BATCH"] for kernel in ours if kernel[0] != "sort_kernel"]
+            # SPREAD is room that a combine occupies; what it computes does not depend on it
+            ours = [
+                [part for part in kernel if part[0] not in ("BATCH", "SPREAD")]
+                for kernel in ours
+                if kernel[0] != "sort_kernel"
+            ]
             seen.add(repr((products, ours, len(gpu.launches))))
         assert len(seen) == 1
         assert all(16 in shapes[0] for shapes in products)

@@ -24,7 +24,7 @@ def misses_default(made: Backend | type[Backend], layout: RowLayout) -> str:
 
     Over FP8 it takes what keeps the default accuracy, 2.5e-3 of any output, which rounded values or probabilities miss. Over a
     16-bit cache `auto` goes by speed, and may take one that keeps it for large outputs only (`verify.accuracy`): there every
-    library rounds probabilities to BF16, and `native` alone does not.
+    library rounds probabilities to BF16, `native` and `torch_cpu` do not.
     """
     if layout.is_fp8 and made.rounds_fp8:
         return "rounds the values of an FP8 cache to BF16"

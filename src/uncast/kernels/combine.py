@@ -8,7 +8,8 @@
 Floor: each partial row is read once (1 or 2 KB) and mostly comes from L2. Work unit = one row x 64 to 512 channels; a
 fixed grid walks the groups that the attention kernel published, so a batch without splits costs one load per program. On sm_90
 it is launched with programmatic dependent launch: its launch overlaps the attention kernel's end. The order of the
-additions depends on the number of splits only, so results repeat bitwise. The code is small on purpose: it runs once per
+additions depends on the plan's unit shape and the number of splits only, so results repeat bitwise. Infinity in a partial row
+makes its output infinity or NaN. The code is small on purpose: it runs once per
 layer, and what a stream of cache rows leaves of it in L2 and the instruction caches has to be fetched again. WARM, for
 attention kernels that let it start shortly before their end: program 0 runs through it once while the others still wait.
 """
@@ -38,8 +39,8 @@ def _merge(
     """One unit: SPLITS partial rows at a time, softmax state carried from one step to the next. Unless `live`, all of its code
     runs and touches no memory."""
     CHUNKS: gl.constexpr = 512 // CHANNELS
-    GROUPS: gl.constexpr = 256 // CHANNELS if CHANNELS < 256 else 1
-    L: gl.constexpr = gl.BlockedLayout([SPLITS // (GROUPS * WARPS), 8], [GROUPS, 32 // GROUPS], [WARPS, 1], [1, 0])
+    ABREAST: gl.constexpr = 256 // CHANNELS if CHANNELS < 256 else 1  # splits that a warp's lanes read side by side
+    L: gl.constexpr = gl.BlockedLayout([SPLITS // (ABREAST * WARPS), 8], [ABREAST, 32 // ABREAST], [WARPS, 1], [1, 0])
     # every warp holds the weights of all splits over its lanes: their reductions need no shared memory
     LANES: gl.constexpr = gl.BlockedLayout([(SPLITS + 31) // 32], [32], [WARPS], [0])
     entry = sched + (u // (BLOCK_ROWS * CHUNKS) + 1) * 8
@@ -147,11 +148,11 @@ WIDTHS = (512, 256, 128, 64)
 
 
 def constexprs(
-    block_rows: int, channels: int, warps: int, lane_splits: int = 8, *, pdl: bool, scaled: bool = False,
+    block_rows: int, channels: int, warps: int, lane_splits: int, *, pdl: bool, scaled: bool = False,
     warm: bool = False, spread: int = 0,
 ) -> dict[str, object]:  # fmt: skip
-    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps, 4, 8 or
-    16 splits a lane. `warm`, with `pdl` only: its code is run through once before the attention kernel has ended. `spread`:
+    """Compile-time arguments of the kernel: partial blocks of `block_rows` rows, a width of `WIDTHS`, 1, 2 or 4 warps, 4, 8
+    or 16 splits a lane. `warm`, with `pdl` only: its code is run through once before the attention kernel has ended. `spread`:
     bytes of shared memory that a program occupies, see `spread_bytes`."""
     splits = lane_splits * max(1, 256 // channels) * warps
     shape = {"BLOCK_ROWS": block_rows, "CHANNELS": channels, "SPLITS": splits}
@@ -160,32 +161,33 @@ def constexprs(
 
 def unit_shape(plan: SplitPlan, dtype: torch.dtype) -> tuple[int, int, int]:
     """(channels, warps, splits a lane) of a program, by the usual number of splits of this batch; any number is merged
-    correctly. `dtype`: of the partial results. Few warps with much work each are fastest (measured for fp16 on an H200)."""
-    splits = plan.partial_blocks // max(1, plan.num_groups)
+    correctly, in several steps. `dtype`: of the partial results. Few warps with much work each are fastest (measured for fp16
+    on an H200)."""
+    wide = dtype == torch.float32  # twice the registers
     if plan.batch_invariant:  # one shape for all batches: it decides the order of the additions
         return 256, 1, 8
-    if dtype == torch.float32:  # twice the registers
-        if splits <= 8 and not plan.alone:
-            return 256, 1, 8
-        if splits <= 16 and not plan.alone:
-            return 128, 4, 8
-        return 64, 2 if splits <= 36 and not plan.alone else 4, 8
-    if splits > 68 or plan.alone:  # alone: as for one request that may be long
-        return 64, 2, 16
-    if splits > 16:
-        return 64, 1, 8 if splits <= 36 else 16
-    if splits > 8:
-        return 128, 1, 8
-    return (512, 1, 4) if splits <= 4 else (256, 1, 8)
+    if plan.alone:  # as for one request that may be long
+        return (64, 4, 8) if wide else (64, 2, 16)
+    splits = plan.partial_blocks // max(1, plan.num_groups)
+    if splits <= 8:
+        return (512, 1, 4) if splits <= 4 and not wide else (256, 1, 8)
+    if splits <= 16:
+        return (128, 4, 8) if wide else (128, 1, 8)
+    if splits <= 36:
+        return (64, 2, 8) if wide else (64, 1, 8)
+    if wide:
+        return 64, 4, 8
+    return (64, 1, 16) if splits <= 68 else (64, 2, 16)
 
 
 def spread_bytes(programs: int, num_sms: int) -> int:
-    """Shared memory of a program that lets only as many of them onto a Hopper multiprocessor as there are for each.
+    """Shared memory of a program that lets only 1, 2, 4 or 8 of them onto a Hopper multiprocessor, about as many as there are
+    for each; 0 for more.
 
     Programs wait for the attention kernel's CTAs to make room; without this, the first multiprocessors that are free take all
     the programs that fit, and the last units wait for those that share their issue slots.
     """
-    each = max(1, -(-programs // num_sms))
+    each = 1 << max(0, -(-programs // num_sms) - 1).bit_length()
     return (SM_SHARED // each - 4096) // 128 * 128 if each <= 8 else 0
 
 

@@ -114,27 +114,22 @@ def _wgmma_variants() -> Iterator[Variant]:
 
 def _combine_variants() -> Iterator[Variant]:
     portable = [
-        (rows, shape, dtype, part, False, 0)
-        for rows, shape, dtype, part in (
-            (8, (256, 1, 8), "bf16", "fp32"), (32, (64, 4, 8), "fp16", "fp32"),
-        )
-    ]  # fmt: skip
-    hopper = [
-        (rows, shape, dtype, "fp16", rows != 32, combine.spread_bytes(programs, 132))
-        for rows, shape, dtype, programs in (
-            (16, (64, 1, 8), "bf16", 512), (16, (64, 1, 16), "fp16", 128), (64, (64, 2, 16), "bf16", 512),
-            (64, (512, 1, 4), "bf16", 2048), (32, (256, 1, 8), "bf16", 132),
-        )
+        (rows, shape, dtype, "fp32", False, False, 0)
+        for rows, shape, dtype in ((8, (256, 1, 8), "bf16"), (32, (64, 4, 8), "fp16"))
+    ]
+    hopper = [  # rows, shape, dtype, partial results, scaled, warm, programs
+        (16, (64, 1, 8), "bf16", "fp16", False, True, 512), (16, (64, 1, 16), "fp16", "fp16", False, True, 128),
+        (64, (64, 2, 16), "bf16", "fp16", True, True, 512), (64, (512, 1, 4), "bf16", "fp16", True, True, 2048),
+        (32, (256, 1, 8), "bf16", "fp16", False, False, 132),
     ]  # fmt: skip
     for pdl, chips, cases in ((False, (80, 86, 89), portable), (True, (90, 100, 120), portable), (True, (90,), hopper)):
-        for rows, (channels, warps, lane), dtype, part, warm, spread in cases:
-            args = combine.constexprs(
-                rows, channels, warps, lane, pdl=pdl, scaled=part == "fp16" and rows == 64, warm=warm, spread=spread
-            )
+        for rows, shape, dtype, part, scaled, warm, programs in cases:
+            spread = combine.spread_bytes(programs, 132) if programs else 0
+            args = combine.constexprs(rows, *shape, pdl=pdl, scaled=scaled, warm=warm, spread=spread)
             types = types_of(combine.combine_kernel, args, out=f"*{dtype}", partial_o=f"*{part}")
-            name = f"combine_{part}_rows{rows}_channels{channels}_warps{warps}_splits{args['SPLITS']}_{dtype}"
+            name = f"combine_{part}_rows{rows}_channels{shape[0]}_warps{shape[1]}_splits{args['SPLITS']}_{dtype}"
             name += f"{'_pdl' if pdl else ''}{'_warm' if warm else ''}"
-            yield Variant(name, combine.combine_kernel, types, args, chips, num_warps=warps)
+            yield Variant(name, combine.combine_kernel, types, args, chips, num_warps=shape[1])
 
 
 def _write_variants() -> Iterator[Variant]:

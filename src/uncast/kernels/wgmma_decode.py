@@ -7,7 +7,7 @@ swapped: S^T[64, BN] = K Q^T and O^T[512, BN] = V^T P^T with K and V^T as regist
     shared memory    ring of ST tiles, 32,768 B of latent each, and rope: 4,096 B (fp8_ds_mla: 8,192 B, and 2,048 B of scales)
                      per tile, as deep as the ring (JOINT) or, where that does not fit (fp8_e4m3, BN 64), two
                      Q 1,024 BN B of fp16 and its rope 128 BN B; P 2 x 128 BN B
-                     total for BN 16 / 32 / 64: fp8_e4m3 207,824 / 230,672 / 231,312 B, fp8_ds_mla 195,632 / 218,480 / 221,136 B
+                     total for BN 16 / 32 / 64: fp8_e4m3 207,760 / 230,608 / 231,312 B, fp8_ds_mla 195,632 / 218,480 / 221,136 B
     registers        O^T of one warpgroup: its 256 channels, even in `oe`, odd in `oo`, 2 x [128, BN] fp32; 240 a thread
 
     warpgroup w = 0, 1   S^T and softmax of tiles w, w + 2, ...; its half of O^T for every tile; P exchanged by `p`
@@ -86,7 +86,8 @@ def _load_tiles(
     ckv_desc, kpe_desc, kv_indices, kv_start, tile0, nt, ckv, kpe, full, empty, ST: gl.constexpr, PAGE: gl.constexpr,
     DS: gl.constexpr, JOINT: gl.constexpr, WHOLE: gl.constexpr = False,
 ):  # fmt: skip
-    """TMA warp: latent (and with JOINT the rope) of tile t goes to slot t % ST, first the half that is read first."""
+    """TMA warp: latent (and with JOINT the rope) of tile t goes to slot t % ST; WHOLE at once, else first the half that is read
+    first."""
     PER: gl.constexpr = PAGE // 64
     last = (tile0 + nt - 1) // PER
     for first in range(tile0 // PER, last + 1, 32):

@@ -1,7 +1,8 @@
 """Sparse decode and extend on Hopper: `wgmma_decode`'s warpgroups over the rows that each query token selects.
 
 One CTA per SM owns one item of `sparse_ops`: BN heads of one query token and a range of its selected rows in tiles of 64. The
-two warpgroups that compute, their registers and barriers are those of `wgmma_decode`; the TMA warps are replaced:
+two warpgroups that compute and their registers are those of `wgmma_decode`, barriers are by halves; the TMA warps are
+replaced:
 
     row warp             position (two tiles ahead) -> row number (one tile ahead) -> `numbers`, ahead of the copies
     gather warps 0, 1    row numbers -> cp.async of half a tile's rows, 256 contiguous bytes each; with the half that is read
