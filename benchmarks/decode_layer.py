@@ -159,6 +159,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layout", default="fp8_ds_mla")
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("it measures a CUDA GPU, and torch sees none here")
     model = random_model(ModelConfig.from_hf({**FLASH, "num_hidden_layers": args.layers}), "cuda")
     half = MLADecoder(model.config, model.embed, model.layers[:1], model.final_norm, model.lm_head)
     report: dict[str, object] = {"layers": args.layers, "context": args.context, "layout": args.layout}

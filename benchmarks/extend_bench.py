@@ -124,6 +124,8 @@ def main() -> None:
         "--quick", action="store_true", help="only the planned choices, not 4, 8 and 16 heads at a time"
     )
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it measures a CUDA GPU, and torch sees none here")
     libraries = ["reference"] if DRY else [x for x in LIBRARIES if flash_libraries.refusal(x, 90, 256, 256) is None]
     wide, many, few = (16, 4, 2) if DRY else (4096, 64, 16)
     named = f"{versions()} cudnn={torch.backends.cudnn.version()}"

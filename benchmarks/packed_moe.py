@@ -74,6 +74,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV file")
     parser.add_argument("--tokens", default="1,8,32,128,512", help="tokens of a step, comma-separated")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it measures a CUDA GPU, and torch sees none here")
     args.out.mkdir(parents=True, exist_ok=True)
     batches = [int(batch) for batch in args.tokens.split(",")]
     write(args.out / "packed-moe.csv", measure_experts(GLM_5, batches, copy_rate("cuda")), "cuda")

@@ -45,6 +45,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it measures a CUDA GPU, and torch sees none here")
     model = random_model(ModelConfig.from_hf({**FLASH, "num_hidden_layers": args.layers}), "cuda")
     runner = ModelRunner(model, kv_layout="fp8_e4m3", num_pages=args.tokens // 64 + 2)
     found: dict[str, object] = {

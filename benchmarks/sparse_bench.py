@@ -172,6 +172,8 @@ def main() -> int:
     parser.add_argument("csv", type=Path, help="file to append the rows to")
     parser.add_argument("--note", default="", help="what the rows' note says")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it measures a CUDA GPU, and torch sees none here")
     gpu, failed = torch.cuda.get_device_name(), 0
     versions = f"torch={torch.__version__} triton={triton.__version__} python={platform.python_version()}"
     versions += f" uncast={os.environ.get('UNCAST_COMMIT', 'unknown')}"

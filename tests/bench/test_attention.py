@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from uncast.bench.attention import AttentionResult, Inputs, Shape
+from uncast.cli.bench_attention import read_results
 from uncast.cli.main import main
 from uncast.latent.layouts import row_layout
 
@@ -59,10 +60,24 @@ def test_a_recorded_run_is_shown_and_drawn(recorded: Path, tmp_path: Path, capsy
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_part_of_a_recorded_run_is_shown(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["bench", "attention", "--from-csv", str(recorded)]
+    rows = read_results(recorded)
+    shape = f"{rows[0].batch},{rows[0].context},{rows[0].heads}"
+    capsys.readouterr()
+    assert main([*run, "--only", rows[-1].backend, "--shape", shape]) == 0
+    assert rows[-1].backend in capsys.readouterr().out
+    assert main([*run, "--only", "nobody"]) == 2
+    assert "matches ['nobody']: native" in capsys.readouterr().err
+    assert main([*run, "--shape", "7,7,7"]) == 2
+    assert f"holds none of these shapes, it has {shape}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--from-csv", "/nowhere.csv"], "cannot read /nowhere.csv"),
+        (["--plot", "plot.txt"], "its name must end in .png"),
         (["--shape", "1,2"], "is not B,N,H: three positive integers"),
         (["--shape", "1,2,300"], "has 300 heads: at most 128"),
         (["--shape", "1,x,8"], "is not B,N,H"),

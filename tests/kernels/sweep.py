@@ -130,9 +130,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop drawing cases after this long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", default="both", help="native, native_mma or both (alternating)")
+    parser.add_argument("--backend", default="both", choices=("native", "native_mma", "both"), help="both: alternating")
     parser.add_argument("--emulate", action="store_true", help="smaller batches on a CPU, by the tests' emulator")
     args = parser.parse_args(argv)
+    if args.cases < 1:
+        parser.error(f"cases is {args.cases}: a sweep needs 1 or more")
     if not args.emulate and not torch.cuda.is_available():
         parser.error("the sweep needs a CUDA device, and torch sees none here: pass --emulate")
     warnings.simplefilter("ignore", ClaimedCapabilityWarning)

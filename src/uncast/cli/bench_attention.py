@@ -49,8 +49,13 @@ def run(argv: Sequence[str]) -> int:
     for path in (args.csv, args.plot):
         check_writable(path)
     if args.plot is not None:
+        if args.plot.suffix.lower() != ".png":
+            raise ValueError(f"plot is {str(args.plot)!r}: its name must end in .png")
         check_matplotlib()
-    results = read_results(args.from_csv) if args.from_csv else measure(args.shape or list(REFERENCE_SHAPES), args.only)
+    if args.from_csv:
+        results = read_results(args.from_csv, args.shape, args.only)
+    else:
+        results = measure(args.shape or list(REFERENCE_SHAPES), args.only)
     if args.csv is not None:
         write_csv(args.csv, [result.row() for result in results])
     if args.plot is not None:
@@ -78,11 +83,11 @@ def measure(shapes: list[Shape], only: list[str] | None) -> list[AttentionResult
     return results
 
 
-def read_results(path: Path) -> list[AttentionResult]:
-    """Rows of a recorded run; prints their table.
+def read_results(path: Path, shapes: list[Shape] | None = None, only: list[str] | None = None) -> list[AttentionResult]:
+    """Rows of a recorded run, of `shapes` and of contenders whose name contains one of `only`; prints their table.
 
     Raises:
-        ValueError: the file cannot be read or is not such a CSV.
+        ValueError: the file cannot be read, is not such a CSV or holds no such rows.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -93,6 +98,14 @@ def read_results(path: Path) -> list[AttentionResult]:
         raise ValueError(f"{str(path)!r} is not a CSV of uncast bench attention") from None
     if not results:
         raise ValueError(f"{str(path)!r} holds no results")
+    names = dict.fromkeys(r.backend for r in results)
+    results = [r for r in results if not only or any(text in r.backend for text in only)]
+    if not results:
+        raise ValueError(f"no contender in {str(path)!r} matches {only}: {', '.join(names)}")
+    known = dict.fromkeys(f"{r.batch},{r.context},{r.heads}" for r in results)
+    results = [r for r in results if not shapes or Shape(r.batch, r.context, r.heads) in shapes]
+    if not results:
+        raise ValueError(f"{str(path)!r} holds none of these shapes, it has {' '.join(known)}")
     Console(highlight=False, width=120).print(_table(results))
     return results
 
