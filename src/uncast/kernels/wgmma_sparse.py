@@ -83,7 +83,7 @@ def _gather_tiles(
 
 @gluon.jit
 def _convert_scales(raw_scales, scales, exponents, highest, full, ready, nt, ST: gl.constexpr):
-    """Scale warp of fp8_ds_mla: a tile's scales and the highest exponent in the form of `wgmma_decode._load_scales`, in slot
+    """Scale warp of fp8_ds_mla: a tile's scales and the highest exponent in the form of `wgmma_load.load_scales`, in slot
     t % (ST + 1). Once the first half of tile t has landed, both of t - 1 - ST are done, and with them its scales."""
     SS: gl.constexpr = ready.shape[0]
     top_e = -100
