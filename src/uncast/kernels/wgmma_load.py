@@ -87,13 +87,37 @@ def _fetch_scales(cache, page, tile, kv_len, PAGE: gl.constexpr):
 
 
 @gluon.jit
+def scale_exponent(v):
+    """The e that puts the largest scale of a tile, v [64, 4] fp32, into 2^6 .. 2^7 as v * 2^-e."""
+    top = gl.max(gl.max(v.to(gl.int32, bitcast=True), 1), 0)
+    return gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
+
+
+@gluon.jit
+def publish_scales(v, e, top_e, scales, exponents, highest, ready, s):
+    """One warp publishes a tile's scales times 2^-e as fp16 [4, 64] in slot 4 s; and 2 e, plus 1 if one is no power of two:
+    then slots 4 s + 1.. + 3 hold them as sums of 7-bit numbers. `highest`: the largest e so far, which is returned, too."""
+    v = v * power_of_two(-e)
+    scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
+    inexact = gl.max(gl.max(v.to(gl.int32, bitcast=True) & 0x7FFFFF, 1), 0)
+    put_scalar(exponents.index(s), 2 * e + gl.minimum(inexact, 1), 1)
+    top_e = gl.maximum(top_e, e)
+    put_scalar(highest, top_e, 1)
+    if inexact > 0:
+        for k in range(3):
+            scales.index(4 * s + 1 + k).permute((1, 0)).store(seven_bits(v).to(gl.float16))
+            v = v - seven_bits(v)
+    cta_barrier()
+    mbarrier.arrive(ready.index(s), count=1)
+    return top_e
+
+
+@gluon.jit
 def load_scales(
     cache, kv_indices, kv_start, tile0, nt, kv_len, scales, exponents, highest, empty, ready, ST: gl.constexpr,
     PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Scale warp of fp8_ds_mla: publishes a tile's scales times 2^-e, so that the largest becomes 2^6 .. 2^7, as fp16 [4, 64]
-    in slot 4 s; and 2 e, plus 1 if one is no power of two: then slots 4 s + 1.. + 3 hold them as sums of 7-bit numbers.
-    `highest`: the largest e so far."""
+    """Scale warp of fp8_ds_mla: a tile's scales, read one tile ahead, go to slot t % ST (`publish_scales`)."""
     top_e = -100
     PER: gl.constexpr = PAGE // 64
     last = (tile0 + nt - 1) // PER
@@ -105,22 +129,10 @@ def load_scales(
         for tile in range(begin, end):
             nxt = gl.minimum(tile + 1, end - 1)
             following = _fetch_scales(cache, _page(pages, nxt // PER - first), nxt, kv_len, PAGE)
-            top = gl.max(gl.max(v.to(gl.int32, bitcast=True), 1), 0)
-            e = gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
+            e = scale_exponent(v)
             t = tile - tile0
             s = t % ST
             mbarrier.wait(empty.index(2 * s), ((t // ST) & 1) ^ 1)
             mbarrier.wait(empty.index(2 * s + 1), ((t // ST) & 1) ^ 1)
-            v = v * power_of_two(-e)
-            scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
-            inexact = gl.max(gl.max(v.to(gl.int32, bitcast=True) & 0x7FFFFF, 1), 0)
-            put_scalar(exponents.index(s), 2 * e + gl.minimum(inexact, 1), 1)
-            top_e = gl.maximum(top_e, e)
-            put_scalar(highest, top_e, 1)
-            if inexact > 0:
-                for k in range(3):
-                    scales.index(4 * s + 1 + k).permute((1, 0)).store(seven_bits(v).to(gl.float16))
-                    v = v - seven_bits(v)
-            cta_barrier()
-            mbarrier.arrive(ready.index(s), count=1)
+            top_e = publish_scales(v, e, top_e, scales, exponents, highest, ready, s)
             v = following

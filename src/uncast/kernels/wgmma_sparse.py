@@ -28,7 +28,8 @@ from uncast.kernels.gluon_compat import cta_barrier, smem_view
 from uncast.kernels.pdl import grid_dependency_wait, launch_dependents
 from uncast.kernels.sparse_ops import entries, find_item, gather, slots
 from uncast.kernels.wgmma_decode import ROWS, _store_empty, _warpgroup
-from uncast.kernels.wgmma_ops import power_of_two, put_scalar, row_offsets, seven_bits
+from uncast.kernels.wgmma_load import publish_scales, scale_exponent
+from uncast.kernels.wgmma_ops import put_scalar, row_offsets
 
 ALL_LIVE = gl.constexpr(2147483647)
 
@@ -83,7 +84,7 @@ def _gather_tiles(
 
 @gluon.jit
 def _convert_scales(raw_scales, scales, exponents, highest, full, ready, nt, ST: gl.constexpr):
-    """Scale warp of fp8_ds_mla: a tile's scales and the highest exponent in the form of `wgmma_load.load_scales`, in slot
+    """Scale warp of fp8_ds_mla: a tile's scales and the highest exponent (`publish_scales`), in slot
     t % (ST + 1). Once the first half of tile t has landed, both of t - 1 - ST are done, and with them its scales."""
     SS: gl.constexpr = ready.shape[0]
     top_e = -100
@@ -92,20 +93,7 @@ def _convert_scales(raw_scales, scales, exponents, highest, full, ready, nt, ST:
         s = t % SS
         mbarrier.wait(full.index(2 * (t % ST) + (t + 1) % 2), (t // ST) & 1)
         v = raw_scales.index(t % ST).load(L)
-        top = gl.max(gl.max(v.to(gl.int32, bitcast=True), 1), 0)
-        e = gl.minimum(gl.maximum((top >> 23) - 127 - 6, -100), 100)
-        v = v * power_of_two(-e)
-        scales.index(4 * s).permute((1, 0)).store(v.to(gl.float16))
-        inexact = gl.max(gl.max(v.to(gl.int32, bitcast=True) & 0x7FFFFF, 1), 0)
-        put_scalar(exponents.index(s), 2 * e + gl.minimum(inexact, 1), 1)
-        top_e = gl.maximum(top_e, e)
-        put_scalar(highest, top_e, 1)
-        if inexact > 0:
-            for k in range(3):
-                scales.index(4 * s + 1 + k).permute((1, 0)).store(seven_bits(v).to(gl.float16))
-                v = v - seven_bits(v)
-        cta_barrier()
-        mbarrier.arrive(ready.index(s), count=1)
+        top_e = publish_scales(v, scale_exponent(v), top_e, scales, exponents, highest, ready, s)
 
 
 _SCALARS = ["num_heads", "batch", "topk", "splits", "per", "page_shift", "lse_mode", "scale_flags", "scale_offset"]
